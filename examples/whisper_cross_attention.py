@@ -1,4 +1,4 @@
-"""Record and plot the cross-attention of Whisper: which audio frames each token attends to."""
+"""Find the times of words by the cross-attention of Whisper: which audio frames each token attends to."""
 
 import torch
 import transformers
@@ -24,7 +24,7 @@ config = transformers.WhisperConfig(
 )
 model = transformers.WhisperModel(config).eval()  # random weights; from_pretrained("…") needs the Hub
 sound = torch.randn(1, 16, 200)  # [b, mel bins, frames]; the encoder halves the frames
-ids = torch.tensor([[1, 20, 30, 40, 50]])  # the transcript's tokens
+ids = torch.tensor([[1, 20, 30, 40, 50]])  # the start token, and the transcript
 
 with manyheads.observe(model) as recording, torch.no_grad():
     model(sound, decoder_input_ids=ids)
@@ -34,8 +34,14 @@ print("cross-attention:", names)
 amap = recording[names[-1]]  # [b, h, tokens, frames]
 print("frame with the largest weight, for each token and head:", amap.top(1).keys[0, :, :, 0].tolist())
 
-figure = figures.head(
-    amap, ["<s>", "the", "train", "left", "."], head=0, keys=[f"{20 * n} ms" for n in range(100)]
-)
+# Each query predicts the next token, whose sound it attends to.
+tokens = manyheads.TokenizedText(("the", " train", " left", ".", "<end>"), special=(4,))
+best = recording.find_alignment_heads(most=2, least=-1)
+print("heads that follow the order of the tokens best:", best)
+alignment = recording.align(best, tokens=tokens, seconds=0.02)
+for word in alignment.words:
+    print(f"{word.start:.2f} to {word.end:.2f} s: {word.text}")
+
+figure = figures.alignment(alignment, title="Random weights follow no sound")
 figure.savefig("whisper_cross_attention.png", dpi=120)
 print("wrote whisper_cross_attention.png")

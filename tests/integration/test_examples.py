@@ -34,7 +34,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *GUIDES]
 PAGES += sorted((ROOT / "docs" / "explanation").glob("*.md"))
-PEERS = ("x_transformers", "labml_nn", "keras", "jax")  # the extra `findings`
+PEERS = ("x_transformers", "labml_nn", "keras", "jax", "diffusers")  # the extras `findings`, `diffusion`
 
 
 def blocks(path: Path) -> list[str]:
@@ -57,7 +57,7 @@ def needs(text: str) -> None:
     """Skip where a library that the text names isn't installed."""
     for peer in PEERS:
         if peer in text and find_spec(peer) is None:
-            pytest.skip(f"{peer} is not installed: pip install -c constraints.txt '.[findings]'")
+            pytest.skip(f"{peer} is not installed: pip install -c constraints.txt '.[findings,diffusion]'")
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -135,6 +135,7 @@ def test_token_by_token_gives_the_same_output(names: dict) -> None:
 def test_the_examples_of_a_guide_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a guide's blocks one after the other, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
+    needs("".join(blocks(page)))
     execute(page)
 
 
@@ -158,6 +159,7 @@ def test_the_first_command_of_the_readme_prints_what_the_readme_shows(tmp_path: 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_a_script_of_the_examples_runs(path: Path, tmp_path: Path) -> None:
     """It ends without an error, prints something, and writes the picture that it names."""
+    needs(path.read_text(encoding="utf-8"))
     done = run([sys.executable, str(path)], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout

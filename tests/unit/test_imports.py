@@ -24,7 +24,7 @@ LAYERS = (
     ("layouts", "masks", "biases", "positions"),
     ("problem", "scores"),
     ("kernels",),
-    ("storage", "statistics", "maps", "measures", "highlights", "cache", "bridges"),
+    ("storage", "statistics", "maps", "measures", "warping", "alignment", "highlights", "cache", "bridges"),
     ("functional", "layers", "policies", "classic", "figures"),
     ("observe", "lm"),
     ("viewer", "checker", "text", "bench"),

@@ -9,6 +9,7 @@
     figure = figures.difference(want, got)           # two maps that should be equal
     figure = figures.curves(pe, [0, 1, 6, 7])        # positional encodings
     figure = figures.cache_costs(costs)              # what policies of a cache drop and cost
+    figure = figures.alignment(recording.align())    # when each token of a transcript is spoken
 
 Texts of any length can be drawn. Long texts are pooled into cells of several tokens, in one pass over the map
 and without building the matrix, and a label of the figure says so. A weight of 0 has the darkest colour;
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from manyheads import scores
 from manyheads.figures import cells, heatmaps
+from manyheads.figures.alignments import alignment
 from manyheads.figures.caches import cache_costs
 from manyheads.figures.cells import AxisLabels, Labels, Layers, Panel, Visible, Weights
 from manyheads.figures.difference import difference
@@ -45,6 +47,7 @@ from manyheads.statistics import Entropy, Received
 __all__ = [
     "MOST",
     "WEIGHT",
+    "alignment",
     "beside",
     "cache_costs",
     "curves",

@@ -23,10 +23,21 @@ from manyheads.observe.recorder import Recorder
 from manyheads.observe.recording import NoSuchLayer, Recording, open_run
 from manyheads.observe.summaries import HEAD_SCORES, STANDARD, Reduced
 from manyheads.observe.table import Table
+from manyheads.observe.words import WordImages, WordMaps, read_keep
 from manyheads.shapes import DTYPES, kind, most_bytes, whole
 from manyheads.statistics import BY_NAME, make_reductions
 
-__all__ = ["NoSuchLayer", "Recording", "Reduced", "Table", "observe", "open_run", "record_attention"]
+__all__ = [
+    "NoSuchLayer",
+    "Recording",
+    "Reduced",
+    "Table",
+    "WordImages",
+    "WordMaps",
+    "observe",
+    "open_run",
+    "record_attention",
+]
 
 
 @contextmanager
@@ -52,7 +63,9 @@ def observe(
         keep: "maps" keeps q and k of every call. "statistics" computes statistics during the call and keeps
             only these: entropy, distance, row_max, received, and the head scores that need no tokens. To
             choose the statistics, pass a list of names, or a mapping from names to arguments of
-            `AttentionMap.statistics`: `keep={"entropy": (), "top": 8}`.
+            `AttentionMap.statistics`: `keep={"entropy": (), "top": 8}`. "words" adds up where in a picture
+            a diffusion model uses each word of the prompt, over all steps (`Recording.word_images`);
+            `keep={"words": (rows, cols)}` gives the size of its latent picture.
         layers: Which modules to record: paths, parts of paths, or numbers in order of first call.
         heads: Which query heads to record.
         max_bytes: The largest size of the recording, in bytes.
@@ -78,7 +91,10 @@ def observe(
             )
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(f"Expected dtype to be one of {', '.join(map(str, DTYPES))}, got {dtype!r}.")
-    statistics = None if keep == "maps" else _check_statistics(keep)
+    words = read_keep(keep)
+    statistics = None if keep == "maps" or words is not None else _check_statistics(keep)
+    if words is not None and (device is not None or dtype is not None):
+        raise ValueError('device= and dtype= apply to maps, and keep="words" keeps none.')
     if statistics is not None and (device is not None or dtype is not None):
         raise ValueError('device= and dtype= apply to maps, and keep="statistics" keeps none.')
     head_numbers = _as_list(heads, "heads", "head numbers")
@@ -87,6 +103,7 @@ def observe(
     config = getattr(model, "config", None)
     name = getattr(config, "_name_or_path", "") or type(model).__name__
     recording = Recording({"model": str(name)})
+    recording.words = words
     recorder = Recorder(
         model,
         recording,
@@ -106,7 +123,7 @@ def _check_statistics(keep: Any) -> dict[str, Any]:
     """Return the statistics to keep, with their arguments."""
     if keep == "statistics":
         keep = STANDARD
-    expected = 'Expected keep to be "maps", "statistics" or names of statistics'
+    expected = 'Expected keep to be "maps", "statistics", "words" or names of statistics'
     if isinstance(keep, str):
         raise ValueError(f"{expected}, got {keep!r}.")
     if not isinstance(keep, Sequence | Mapping):

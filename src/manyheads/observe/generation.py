@@ -68,7 +68,7 @@ def _join_maps(old: AttentionMap, new: AttentionMap) -> AttentionMap | None:
 
 def _join_masks(before: Problem, after: Problem) -> Mask | None:
     """Return the mask of the queries of both steps; None if it isn't a band combined with visible keys."""
-    (old_band, old_keys), (new_band, new_keys) = _band_and_keys(before), _band_and_keys(after)
+    (old_band, old_keys), (new_band, new_keys) = band_and_keys(before), band_and_keys(after)
     if old_keys is None or new_keys is None or not isinstance(before.offset, int):
         return None
     # For a single query at the last key, no band and a causal band are the same mask.
@@ -94,7 +94,7 @@ def _is_last_key(problem: Problem, band: Band) -> bool:
     return problem.shape.t == 1 and band == (None, None) and bool(problem.offset == problem.shape.s - 1)
 
 
-def _band_and_keys(problem: Problem) -> tuple[Band, Tensor | None]:
+def band_and_keys(problem: Problem) -> tuple[Band, Tensor | None]:
     """Return a mask as a band and visible keys `[b, s]`; None for keys that differ between queries."""
     shape = problem.shape
     keys = torch.ones(shape.b, shape.s, dtype=torch.bool, device=problem.q.device)

@@ -88,30 +88,39 @@ class Recorder:
             self.attended.setdefault(path, problem.shape.h)
             if self.layers is not None and not any(self._matches(layer, path) for layer in self.layers):
                 return
+            words = self.recording.words
             h = problem.shape.h
             for head in self.heads or ():
                 if not -h <= head < h:
                     raise ValueError(f"{self._name(path)} has {h} heads, and heads= names head {head}.")
-            if self.keep is None:
+            if self.keep is None and words is None:
                 # Copy q and k, because a model may overwrite them, as a static KV cache does. Tensors in
                 # inference mode have no version counter by which this could be detected.
                 problem = replace(problem, q=problem.q.clone(), k=problem.k.clone())
             provenance = {"model": type(self.model).__name__, "layer": path}
-            value_norm = _value_norm(problem.v) if self.keep is None else None
+            value_norm = _value_norm(problem.v) if self.keep is None and words is None else None
             amap = AttentionMap.of(problem, lse, provenance=provenance, value_norm=value_norm)
             amap = amap if self.heads is None else amap.only(heads=self.heads)
             k = amap.problem.k
+            if words is not None:
+                with intercept.paused():
+                    words.add(path, self.modules[path], amap)
+                self._check_size(path)
+                return
             if self.keep is None:
                 amap = amap.compact()
                 for target in self.store:
                     amap = amap.to(target)
             self.recording.add(path, amap if self.keep is None else Reduced.of(amap, self.keep), k)
-            if self.max_bytes is not None and self.recording.nbytes > self.max_bytes:
-                raise MemoryError(
-                    f"The recording up to {self._name(path)} takes {amount(self.recording.nbytes)}, and "
-                    f"max_bytes is {amount(self.max_bytes)}. Record fewer layers= or heads=, or use "
-                    'dtype=torch.float16 or keep="statistics".'
-                )
+            self._check_size(path)
+
+    def _check_size(self, path: str) -> None:
+        if self.max_bytes is not None and self.recording.nbytes > self.max_bytes:
+            raise MemoryError(
+                f"The recording up to {self._name(path)} takes {amount(self.recording.nbytes)}, and "
+                f"max_bytes is {amount(self.max_bytes)}. Record fewer layers= or heads=, or use "
+                'dtype=torch.float16 or keep="statistics".'
+            )
 
     def note_softmax(self, path: str, scores: Tensor) -> None:
         """Note a softmax outside of attention calls if its input may be scores `[b, h, t, s]`."""
@@ -149,9 +158,13 @@ class Recorder:
                             intercept.check_readable(self._name(path), input=x)
                 self.ran = True
                 intercept.enter(self, path)
+                if self.recording.words is not None:
+                    self.recording.words.enter(path, module, args, kwargs)
 
         def end(running: nn.Module, args: Any, out: Any) -> None:
             intercept.leave(self, path)
+            if self.recording.words is not None:
+                self.recording.words.leave(path)
             if self.closed:
                 self._remove_end_hooks()
 

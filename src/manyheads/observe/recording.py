@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from manyheads import extras, storage
+from manyheads import alignment, extras, storage
+from manyheads.alignment import Alignment, AlignmentHead
 from manyheads.maps import AttentionMap, check_page, text_labels
+from manyheads.observe.crossattention import cross_layers, is_self, last_sequence
 from manyheads.observe.generation import checksums, join, reached_keys
 from manyheads.observe.summaries import Call, Reduced
 from manyheads.observe.table import Table
-from manyheads.shapes import amount, kind
+from manyheads.observe.words import WordImages, WordMaps
+from manyheads.shapes import amount, kind, real, whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,6 +48,7 @@ class Recording(Mapping[Any, Any]):
     def __init__(self, provenance: Mapping[str, Any] | None = None) -> None:
         self.provenance = dict(provenance or {})
         self.missed: dict[str, tuple[int, ...]] = {}
+        self.words: WordMaps | None = None  # of keep="words", which keeps no calls
         self._calls: dict[str, list[Call]] = {}
         self._checksums: dict[str, Tensor] = {}  # the keys of each layer's last call
 
@@ -86,7 +90,8 @@ class Recording(Mapping[Any, Any]):
     def nbytes(self) -> int:
         """The bytes of all recorded tensors; shared memory counts once."""
         tensors = [x for calls in self._calls.values() for call in calls for x in call.tensors()]
-        return sum({(x.data_ptr(), x.nbytes): x.nbytes for x in tensors}.values())
+        words = 0 if self.words is None else self.words.nbytes
+        return words + sum({(x.data_ptr(), x.nbytes): x.nbytes for x in tensors}.values())
 
     def _find(self, name: str | int) -> str:
         names = list(self._calls)
@@ -238,6 +243,261 @@ class Recording(Mapping[Any, Any]):
             raise TypeError(f"Expected layers to be names or numbers, got {kind(layers)}.")
         return list(dict.fromkeys(self._find(name) for name in layers))
 
+    # -- words of a picture ------------------------------------------------------------------------
+
+    def word_images(
+        self,
+        tokens: Sequence[str] | None = None,
+        *,
+        batch: int | None = None,
+        layers: str | Sequence[str] | None = None,
+        grid: tuple[int, int] | None = None,
+        interpolation: str = "bilinear",
+    ) -> WordImages:
+        """Return where in a generated picture each word of the prompt was used, observed with keep="words".
+
+            with manyheads.observe(pipe.unet, keep="words") as recording:
+                picture = pipe(prompt).images[0]
+            images, words = recording.word_images(TokenizedText.from_encoding(prompt, encoding), batch=-1)
+
+        An image is the weight of the places of the picture on the tokens of a word, averaged over heads,
+        steps and layers. Coarser layers are interpolated to the finest grid. As Tang et al. 2022
+        (arXiv:2210.04885), but with weights, between 0 and 1, instead of sums.
+
+        Args:
+            tokens: The labels of the keys, or of the first of them if the prompt is padded: strings, or a
+                `TokenizedText`, whose words have one image each. Default: an image of each key.
+            batch: The batch entry. Required if there is more than one.
+            layers: Which layers to average: paths, or parts of paths. Default: all.
+            grid: The rows and columns of the images. Default: those of the finest layer.
+            interpolation: "bilinear", "bicubic" or "nearest".
+
+        Returns:
+            (images, words): the images `[n, rows, cols]`, and the n words.
+
+        Raises:
+            TypeError: If an argument has the wrong type.
+            ValueError: If it was observed otherwise, or an argument doesn't fit.
+            NoSuchLayer: If a layer had no cross-attention.
+        """
+        if self.words is None:
+            raise ValueError('word_images needs a recording of observe(model, keep="words").')
+        recorded = self.words.sums
+        if not recorded:
+            raise ValueError(
+                "No cross-attention between a picture and a text was recorded. If the picture's size isn't "
+                'known, as the model gets a sequence, pass it: observe(..., keep={"words": (rows, cols)}).'
+            )
+        names = list(recorded)
+        if layers is not None:
+            chosen: dict[str, None] = {}
+            for layer in [layers] if isinstance(layers, str) else list(layers):
+                if not isinstance(layer, str):
+                    raise TypeError(f"Expected layers to be paths, got {kind(layer)}.")
+                found = paths_within(layer, names)
+                if not found:
+                    raise NoSuchLayer(f"No layer {layer!r} was recorded{close_matches(layer, names)}.")
+                chosen |= dict.fromkeys(found)
+            if not chosen:
+                raise ValueError("Expected layers to be paths (None for all), got none.")
+            names = list(chosen)
+        return self.words.images(tokens, names, batch, grid, interpolation)
+
+    # -- alignment ---------------------------------------------------------------------------------
+
+    def align(
+        self,
+        heads: Sequence[Sequence[Any]] | Tensor | None = None,
+        *,
+        tokens: Sequence[str] | None = None,
+        queries: slice | Sequence[int] | Tensor | None = None,
+        keys: slice | Sequence[int] | Tensor | None = None,
+        batch: int | None = None,
+        seconds: float | None = None,
+        median_filter: int = 7,
+        normalize: bool = True,
+        dtype: torch.dtype = torch.float32,
+    ) -> Alignment:
+        """Align the tokens of an encoder–decoder model with the keys of its cross-attention.
+
+            recording.align(model.generation_config.alignment_heads, tokens=tokens, seconds=0.02).words
+
+        The weights of the heads are standardized, filtered and averaged, and the path of the largest weights
+        through them is found by dynamic time warping: tokens and keys in order, each at least once. The
+        defaults, and the resulting times of tokens, are those of Whisper (Radford et al. 2022,
+        arXiv:2212.04356) in transformers. The steps of a generation are joined. Long recordings are read in
+        blocks of keys.
+
+        Args:
+            heads: Pairs (layer, head). A layer is a path or a unique part of it, or its number among the
+                cross-attention layers, as in Whisper's `alignment_heads`. Default: `find_alignment_heads()`.
+            tokens: The labels of all queries, strings or a `TokenizedText`, which knows the words. For word
+                times, label each query with the token that it predicts: those of `ids[1:]`.
+            queries: The queries to align, such as `slice(3, None)`: the last of a prompt of 4 tokens, which
+                predicts the first word, and those after it. Default: all.
+            keys: The keys to align, such as `slice(0, 500)` for the first 10 s of Whisper. Default: all that
+                aren't masked.
+            batch: The sequence. Required if there is more than one.
+            seconds: The duration of a key in seconds, 0.02 for Whisper.
+            median_filter: The width in keys, odd, of the median filter along the keys. Use 1, no filter, for
+                text: 7 keys remove what is narrower than 4.
+            normalize: Whether to standardize the weights of each key over the queries, so that keys that
+                every token attends to don't count.
+            dtype: The precision of accumulated costs. float32 is Whisper's, ties included; use float64 for
+                more than some thousand keys.
+
+        Returns:
+            The alignment: its path, start and end of each token, and words.
+
+        Raises:
+            TypeError: If an argument has the wrong type.
+            ValueError: If a layer isn't cross-attention, or an argument doesn't fit the recording.
+            NoSuchLayer: If a layer wasn't recorded.
+        """
+        if heads is None:
+            heads = self.find_alignment_heads(
+                queries=queries, keys=keys, batch=batch, median_filter=median_filter, normalize=normalize
+            )
+            if not heads:
+                raise ValueError(
+                    "No head's weights follow the order of the tokens, so there is nothing to align by. Name "
+                    "heads=, or lower least= of find_alignment_heads."
+                )
+        chosen = self._resolve_heads(heads)
+        maps = []
+        for name, numbers in chosen.items():
+            amap = last_sequence(name, self._calls)
+            for head in numbers:
+                if head not in amap.heads:
+                    raise ValueError(
+                        f"{name} has the heads {_brief(amap.heads)}, and heads= names head {head}."
+                    )
+            entry = self._batch_entry(batch, amap, name)
+            maps.append(amap.only(entry, [amap.heads.index(head) for head in numbers]))
+        shapes = {amap.shape[2:] for amap in maps}
+        if len(shapes) > 1:
+            raise ValueError(
+                "Expected heads of layers with as many queries and keys, got [t, s] of "
+                f"{' and '.join(str(list(shape)) for shape in sorted(shapes))}."
+            )
+        return alignment.align(
+            maps,
+            [(name, head) for name, numbers in chosen.items() for head in numbers],
+            queries=queries,
+            keys=keys,
+            tokens=tokens,
+            seconds=seconds,
+            median_filter=median_filter,
+            normalize=normalize,
+            dtype=dtype,
+        )
+
+    def find_alignment_heads(
+        self,
+        most: int = 10,
+        *,
+        least: float = 0.2,
+        queries: slice | Sequence[int] | Tensor | None = None,
+        keys: slice | Sequence[int] | Tensor | None = None,
+        batch: int | None = None,
+        median_filter: int = 7,
+        normalize: bool = True,
+    ) -> list[AlignmentHead]:
+        """Return the cross-attention heads whose weights follow the order of the tokens, best first.
+
+        Each head is aligned alone. Its score is the mean weight of a token on its own keys of the path, minus
+        the weight of the average token on these keys. It is near 1 if every token attends to its own stretch
+        of keys, in order; 0 if all tokens attend to the same keys; and small for random weights.
+
+        Args:
+            most: The largest number of heads.
+            least: The lowest score.
+            queries: The queries to align, as in `align`.
+            keys: The keys to align, as in `align`.
+            batch: The sequence. Required if there is more than one.
+            median_filter: The width of the median filter, as in `align`: 1 for text.
+            normalize: Whether to standardize the weights, as in `align`.
+
+        Returns:
+            Named tuples (layer, head, score), which `align` takes. Heads have their numbers in the model.
+
+        Raises:
+            TypeError: If an argument has the wrong type.
+            ValueError: If there is no cross-attention, or an argument doesn't fit the recording.
+        """
+        whole(most, "most", least=1)
+        real(least, "least", lambda value: value <= 1, "a score of at most 1")
+        found = []
+        for name in self._cross_layers():
+            amap = last_sequence(name, self._calls)
+            scores = alignment.score_heads(
+                amap.only(self._batch_entry(batch, amap, name)),
+                queries=queries,
+                keys=keys,
+                median_filter=median_filter,
+                normalize=normalize,
+            )
+            found += [AlignmentHead(name, *pair) for pair in zip(amap.heads, scores, strict=True)]
+        found = [head for head in found if head.score >= least]
+        return sorted(found, key=lambda head: -head.score)[:most]
+
+    def _cross_layers(self) -> list[str]:
+        names = cross_layers(self._calls)
+        if not names:
+            layers = ", ".join(list(self._calls)[:4]) or "none"
+            raise ValueError(
+                f"Expected a recording with cross-attention layers, got only other layers ({layers}). If one "
+                "is cross-attention, name it: recording.align([(layer, head)])."
+            )
+        return names
+
+    def _resolve_heads(self, heads: Any) -> dict[str, list[int]]:
+        """Return the chosen heads by the path of their layer, checked."""
+        pairs = heads.tolist() if hasattr(heads, "tolist") else heads  # a tensor or an array
+        if isinstance(pairs, str) or not isinstance(pairs, Sequence):
+            raise TypeError(f"Expected heads to be pairs (layer, head), got {kind(heads)}.")
+        if not pairs:
+            raise ValueError("Expected heads to be pairs (layer, head), got none.")
+        chosen: dict[str, list[int]] = {}
+        for pair in pairs:
+            is_pair = isinstance(pair, Sequence) and not isinstance(pair, str)
+            if not is_pair or len(pair) != (3 if isinstance(pair, AlignmentHead) else 2):
+                raise TypeError(
+                    f'Expected heads to be pairs (layer, head) such as ("layers.3.encoder_attn", 5), got '
+                    f"{pair!r}."
+                )
+            layer, head = pair[:2]
+            whole(head, "a head in heads")
+            if isinstance(layer, int) and not isinstance(layer, bool):
+                names = self._cross_layers()
+                if not 0 <= layer < len(names):
+                    raise NoSuchLayer(
+                        f"There is no cross-attention layer {layer}: {len(names)} were recorded, from 0 on."
+                    )
+                name = names[layer]
+            else:
+                name = self._find(layer)
+            if is_self(name, self._calls):
+                raise ValueError(
+                    f"Expected cross-attention layers to align, got {name}, which is self-attention. "
+                    f"Cross-attention was recorded of {_brief(cross_layers(self._calls))}."
+                )
+            if head in chosen.setdefault(name, []):
+                raise ValueError(f"Expected different heads, got head {head} of {name} twice.")
+            chosen[name].append(head)
+        return chosen
+
+    def _batch_entry(self, batch: int | None, amap: AttentionMap, name: str) -> int:
+        b = amap.shape[0]
+        if batch is None:
+            if b != 1:
+                raise ValueError(
+                    f"Expected batch= to name one of the {b} sequences of {name}, such as batch=0: one "
+                    "sequence is aligned at a time."
+                )
+            return 0
+        return whole(batch, "batch", most=b - 1)
+
     # -- figures, viewer, files --------------------------------------------------------------------
 
     def plot(self, **options: Any) -> Figure:
@@ -295,6 +555,8 @@ class Recording(Mapping[Any, Any]):
             ValueError: If a mask can't be saved, such as a `Rule`.
             OSError: If the file can't be written.
         """
+        if self.words is not None:
+            raise ValueError('A recording of keep="words" has no maps to save. Save recording.word_images().')
         entries = [
             storage.Entry(name, n, call.stored())
             for name, calls in self._calls.items()
@@ -308,6 +570,11 @@ class Recording(Mapping[Any, Any]):
             + (f", the last of {len(calls)} calls; all: .calls({n})" if len(calls) > 1 else "")
             for n, (name, calls) in enumerate(self._calls.items())
         ]
+        if self.words is not None:
+            lines += [
+                f"{n:>4}  {name}: [b, s, rows, cols] = {list(x.shape)} of {self.words.steps[name]} steps"
+                for n, (name, x) in enumerate(self.words.sums.items())
+            ]
         missed = [f"   -  {name}: not recorded, a softmax of {list(x)}" for name, x in self.missed.items()]
         size = f"layers: {len(lines)}, {amount(self.nbytes)}" if lines else "nothing recorded yet"
         return "\n".join([f"Recording({size})", *lines, *missed])
@@ -332,6 +599,12 @@ def open_run(path: str | os.PathLike[str]) -> Recording:
         call = AttentionMap.of(*stored) if isinstance(stored, storage.StoredMap) else Reduced.restored(stored)
         recording._calls.setdefault(name, []).append(call)
     return recording
+
+
+def _brief(names: Iterable[Any]) -> str:
+    """Return the first few names, as errors list them."""
+    listed = list(map(str, names))
+    return ", ".join(listed[:6]) + (", …" if len(listed) > 6 else "") or "no layer"
 
 
 # -- paths -----------------------------------------------------------------------------------------
