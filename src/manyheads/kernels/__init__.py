@@ -174,6 +174,8 @@ def blocks(problem: Problem, first: int = 0) -> Iterator[tuple[slice, list[slice
 def run(problem: Problem, kernel: str = "auto", spec: Spec | None = None) -> Result:
     """Compute the output `[b, h, t, w]` and, if the kernel gives it, the log-sum-exp `[b, h, t]`.
 
+    While a model is exported to ONNX, no kernel is used (see `exported`).
+
     A kernel with FUSES also computes the fused statistics of `spec`, unless computing them later is faster.
 
     In eager mode on the CPU, kernels without SHIELDS are checked. If q, k, v or the output isn't finite,
@@ -185,6 +187,12 @@ def run(problem: Problem, kernel: str = "auto", spec: Spec | None = None) -> Res
     use it in the backward pass, and returns zeros for NaN among a few keys. Checking the inputs alone isn't
     enough either: masked numbers may be so large that their products overflow.
     """
+    if torch.compiler.is_exporting():
+        from manyheads.kernels import exported
+
+        if exported.is_active(problem):
+            check(kernel)
+            return Result("exported", *exported.run(problem))
     return compute(problem, choose(problem, kernel), kernel, spec)
 
 
