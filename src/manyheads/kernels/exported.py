@@ -102,8 +102,8 @@ def run(problem: Problem) -> tuple[Tensor, None]:
     reasons = why_plain(problem, target)
     if reasons and target is not None and target.attention == "operator":
         raise ValueError(
-            f"The Attention operator doesn't compute this: {'; '.join(reasons)}. Use attention=\"auto\", which "
-            "exports it as plain operators."
+            f"The Attention operator doesn't compute this: {'; '.join(reasons)}. "
+            'Use attention="auto", which exports it as plain operators.'
         )
     out, mask = (reference.run(problem)[0], "none") if reasons else _operator(problem, target)
     if target is not None:
@@ -227,7 +227,7 @@ def _keeps_everything(problem: Problem) -> bool:
 
 
 def _is_causal(problem: Problem) -> bool:
-    """Return True if row i sees the keys 0 to i, and there are as many keys as queries, whatever the sizes."""
+    """Return True if row i sees the keys 0 to i of as many keys as queries, whatever the sizes."""
     shape = problem.shape
     return (
         problem.mask is not None

@@ -1,10 +1,10 @@
 """ONNX: export models that use this library's attention, and compute the standard's `Attention` nodes.
 
-    report = manyheads.onnx.export(model, (x,), "model.onnx")
-    print(report)  # which calls became the Attention operator, and why others didn't
+report = manyheads.onnx.export(model, (x,), "model.onnx")
+print(report)  # which calls became the Attention operator, and why others didn't
 
-    attend = manyheads.from_onnx_attention(node)  # a node of any ONNX model
-    out = attend(q, k, v).Y
+attend = manyheads.from_onnx_attention(node)  # a node of any ONNX model
+out = attend(q, k, v).Y
 """
 
 from manyheads.onnx.export import Report, export

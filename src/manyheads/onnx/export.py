@@ -34,11 +34,11 @@ class Report:
     Attributes:
         program: PyTorch's ONNXProgram. `program.model_proto` is the model, and `program(x)` runs it in
             onnxruntime.
-        calls: Each call of `manyheads.attention` in the order of the graph: `module` is the name of the module
-            that called it, `operator` is True if it became an `Attention` operator, and `reasons` say why not.
+        calls: Each call of `manyheads.attention`, in order: `module` is the name of the module that called
+            it, `operator` is True if it became an `Attention` operator, and `reasons` say why not.
         opset: The version of the standard.
-        difference: The largest difference between the outputs of onnxruntime and PyTorch, as a multiple of the
-            largest number of an output; None if they weren't compared.
+        difference: The largest difference between the outputs of onnxruntime and PyTorch, as a multiple of
+            the largest number of an output; None if they weren't compared.
     """
 
     program: Any
@@ -73,7 +73,8 @@ class Report:
 
     def __str__(self) -> str:
         operators = sum(call.operator for call in self.calls)
-        lines = [f"ONNX, opset {self.opset}: {operators} of {len(self.calls)} calls of attention are operators"]
+        counts = f"{operators} of {len(self.calls)} calls of attention are operators"
+        lines = [f"ONNX, opset {self.opset}: {counts}"]
         lines += [f"  {call}" for call in self.calls]
         if self.difference is not None:
             lines.append(f"  largest difference in onnxruntime: {self.difference:.1g} of the largest output")
@@ -97,9 +98,9 @@ def export(
     """Export a model to ONNX, by `torch.onnx.export(dynamo=True)`.
 
     Each call of `manyheads.attention` becomes an operator `Attention` of the standard
-    (https://onnx.ai/onnx/operators/onnx__Attention.html) if that computes the same, else plain operators. The
-    report gives the reasons. `torch.onnx.export` itself works too, without the report: it has the operator with
-    `opset_version=23`, but not for softcap.
+    (https://onnx.ai/onnx/operators/onnx__Attention.html) if that computes the same, else plain operators.
+    The report gives the reasons. `torch.onnx.export` itself works too, without a report; it uses the operator
+    if called with `opset_version=23`, but not for softcap.
 
     Args:
         model: A module in evaluation mode, a function, or a program of `torch.export.export`.
@@ -107,8 +108,8 @@ def export(
         path: The file to write. If None, no file is written.
         kwargs: Example keyword arguments of the model.
         dynamic_shapes: The sizes that may change, as `torch.export.export` takes them: `({1: Dim("t")},)`.
-        opset_version: The version of the standard, 18 to 24. The operator needs 23, which onnxruntime 1.23 and
-            later support.
+        opset_version: The version of the standard, 18 to 24. The operator needs 23, which onnxruntime
+            supports from 1.23 on.
         attention: "auto" uses the operator where every runtime computes the same. "operator" uses it also for
             softcap with a mask, which onnxruntime computes as the standard says from 1.28 on, and raises an
             error where the operator doesn't compute the problem. "plain" uses plain operators.
@@ -130,7 +131,7 @@ def export(
         raise ValueError(f"Expected attention to be one of {', '.join(CHOICES)}, got {attention!r}.")
     whole(opset_version, "opset_version", LEAST_OPSET, LAST_OPSET)
     if isinstance(args, Tensor) or not isinstance(args, Sequence):
-        raise TypeError(f"Expected args to be a tuple of the model's arguments, got {kind(args)}: write (x,).")
+        raise TypeError(f"Expected args to be a tuple of arguments, got {kind(args)}: write (x,).")
     if options.pop("dynamo", True) is not True:
         raise ValueError("Expected dynamo=True: the older exporter of PyTorch isn't supported. Leave it out.")
     args, target = tuple(args), Target(opset_version, attention)
@@ -145,7 +146,7 @@ def export(
             args, kwargs = model.example_inputs
         with _own_errors(), exported.exporting(target):
             replaced = model.run_decompositions(exported.decompositions())
-            program = torch.onnx.export(replaced, args, path, kwargs=dict(kwargs or {}), dynamo=True, **settings)
+            program = torch.onnx.export(replaced, dynamo=True, f=path, **settings)
         source: Callable[..., Any] = model.module()
     else:
         source = module = _as_module(model)
@@ -242,8 +243,8 @@ def _difference(got: Tensor, expected: Tensor) -> float:
     allowed = TOLERANCE.get(expected.dtype, 0.0)
     got, expected = got.double(), expected.double()
     same = (got == expected) | (got.isnan() & expected.isnan())
-    scale = expected[expected.isfinite()].abs().max() if bool(expected.isfinite().any()) else torch.tensor(1.0)
-    apart = torch.where(same, 0.0, (got - expected).abs() / scale.clamp_min(1e-30))
+    largest = torch.where(expected.isfinite(), expected, 0.0).abs().amax() if expected.numel() else 1.0
+    apart = torch.where(same, 0.0, (got - expected).abs() / max(float(largest), 1e-30))
     difference = float(apart.max()) if apart.numel() else 0.0
     if not difference <= allowed:
         raise ValueError(

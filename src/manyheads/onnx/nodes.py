@@ -1,8 +1,8 @@
 """Nodes of ONNX models that compute attention, as calls of `manyheads.attention`.
 
-The standard: https://onnx.ai/onnx/operators/onnx__Attention.html, versions 23 to 25, as corrected in ONNX 1.23
-(softcap before the mask, zeros for a query without visible keys, and a causal mask that counts the keys before
-the queries).
+The standard is https://onnx.ai/onnx/operators/onnx__Attention.html, versions 23 to 25, as corrected in ONNX
+1.23: softcap before the mask, zeros for a query without visible keys, and a causal mask that counts the keys
+before the queries.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class AttentionNode:
         right_window_size: The number of keys after it, None for all.
         q_num_heads: The number of query heads, needed if Q has three dimensions.
         kv_num_heads: The number of key/value heads, likewise.
-        qk_matmul_output_mode: What `qk_matmul_output` is: 0 the scaled scores, 1 with softcap, 2 with the mask,
-            3 the weights.
+        qk_matmul_output_mode: What `qk_matmul_output` is: 0 the scaled scores, 1 with softcap, 2 with the
+            mask, 3 the weights.
         softmax_precision: The dtype of the softmax, None for that of Q. It is computed in float32 at least.
         inputs: The names of the inputs that the node has.
         outputs: The names of its outputs.
@@ -198,8 +198,8 @@ class AttentionNode:
         for name in ("K", "V"):
             if given[name].dim() != given["Q"].dim():
                 raise ValueError(
-                    f"Expected Q {sizes(given['Q'])} and {name} {sizes(given[name])} to have the same number of "
-                    "dimensions."
+                    f"Expected Q {sizes(given['Q'])} and {name} {sizes(given[name])} to have the same number "
+                    "of dimensions."
                 )
 
     def _split(self, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -254,9 +254,9 @@ class AttentionNode:
 def from_onnx_attention(node: Any) -> AttentionNode:
     """Return a function that computes an `Attention` node of an ONNX model by `manyheads.attention`.
 
-    It takes the node's inputs as tensors and returns its outputs. Its method `arguments` returns the arguments
-    of `manyheads.attention`, from which `attention_with_map` computes the map of the node's weights. Versions
-    23, 24 and 25 of the standard are supported.
+    It takes the node's inputs as tensors and returns its outputs. Its method `arguments` returns the
+    arguments of `manyheads.attention`, from which `attention_with_map` computes the map of the node's weights.
+    Versions 23, 24 and 25 of the standard are supported.
 
     Args:
         node: The node, an `onnx.NodeProto` such as an element of `model.graph.node`.
@@ -285,8 +285,8 @@ def from_onnx_attention(node: Any) -> AttentionNode:
     inputs = [name for name, used in zip(INPUTS, node.input, strict=False) if used]
     if len(node.input) > len(INPUTS) or inputs[:3] != ["Q", "K", "V"] or "Y" not in outputs:
         raise ValueError(
-            f"Expected a node with the inputs {', '.join(INPUTS)}, of which the first three are required, and "
-            f"the output Y, got the inputs {list(node.input)} and outputs {list(node.output)}."
+            f"Expected a node with the inputs {', '.join(INPUTS)}, of which the first three are required, "
+            f"and the output Y, got the inputs {list(node.input)} and outputs {list(node.output)}."
         )
     if ("past_key" in inputs) != ("past_value" in inputs):
         raise ValueError("Expected a node with both past_key and past_value, got one of them.")
@@ -312,15 +312,15 @@ def _read_attribute(attribute: Any) -> float:
     """Return the number of an attribute; raise ValueError if it isn't known."""
     if attribute.name not in ATTRIBUTES:
         raise ValueError(
-            f"Expected the attributes {', '.join(ATTRIBUTES)} of Attention, got {attribute.name}, which isn't "
-            "supported."
+            f"Expected the attributes {', '.join(ATTRIBUTES)} of Attention, got {attribute.name}, which "
+            "isn't supported."
         )
     expected, _ = ATTRIBUTES[attribute.name]
     if attribute.type != expected or attribute.ref_attr_name:
         raise ValueError(
-            f"Expected the attribute {attribute.name} to be {'an int' if expected == INT else 'a float'}, got "
-            "another type or a reference to an attribute of a function. Inline the functions of the model first "
-            "(onnx.inliner)."
+            f"Expected the attribute {attribute.name} to be {'an int' if expected == INT else 'a float'}, "
+            "got another type, or a reference to an attribute of a function. Inline the functions of the model "
+            "first (onnx.inliner)."
         )
     return attribute.i if expected == INT else attribute.f
 
@@ -404,8 +404,8 @@ def _read_mask(attn_mask: Tensor | None, q: Tensor, s: int) -> tuple[Keep | None
         )
     if shape[3] == 1 < s:
         raise ValueError(
-            f"Expected attn_mask with more than one of the {s} keys, got {sizes(attn_mask)}: the standard both "
-            "broadcasts this and masks the other keys. Expand it to all keys."
+            f"Expected attn_mask with more than one of the {s} keys, got {sizes(attn_mask)}: the standard "
+            "both broadcasts this and masks the other keys. Expand it to all keys."
         )
     is_bool = attn_mask.dtype == torch.bool
     # Keys beyond the last of the mask are masked.
