@@ -255,7 +255,7 @@ def from_onnx_attention(node: Any) -> AttentionNode:
     """Return a function that computes an `Attention` node of an ONNX model by `manyheads.attention`.
 
     It takes the node's inputs as tensors and returns its outputs. Its method `arguments` returns the
-    arguments of `manyheads.attention`, from which `attention_with_map` computes the map of the node's weights.
+    arguments of `manyheads.attention`, from which `attention_with_map` computes the map of the weights.
     Versions 23, 24 and 25 of the standard are supported.
 
     Args:
@@ -319,8 +319,8 @@ def _read_attribute(attribute: Any) -> float:
     if attribute.type != expected or attribute.ref_attr_name:
         raise ValueError(
             f"Expected the attribute {attribute.name} to be {'an int' if expected == INT else 'a float'}, "
-            "got another type, or a reference to an attribute of a function. Inline the functions of the model "
-            "first (onnx.inliner)."
+            "got another type, or a reference to an attribute of a function. Inline the functions of the "
+            "model first (onnx.inliner)."
         )
     return attribute.i if expected == INT else attribute.f
 
