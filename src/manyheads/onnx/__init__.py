@@ -7,7 +7,7 @@ attend = manyheads.from_onnx_attention(node)  # a node of any ONNX model
 out = attend(q, k, v).Y
 """
 
-from manyheads.onnx.export import Report, export
+from manyheads.onnx.exporter import Report, export
 from manyheads.onnx.nodes import AttentionNode, Outputs, from_onnx_attention
 
 __all__ = ["AttentionNode", "Outputs", "Report", "export", "from_onnx_attention"]

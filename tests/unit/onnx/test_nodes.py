@@ -142,6 +142,20 @@ def test_nodes_compute_what_the_reference_of_the_standard_computes(seed: int) ->
             close(output, torch.from_numpy(np.asarray(array)), rtol=1e-6, atol=1e-6)
 
 
+def test_scores_without_softcap_and_a_causal_mask_with_one_row_of_a_mask() -> None:
+    """The text of the standard where its reference implementation differs from it."""
+    q, k, v = torch.randn(3, 1, 2, 5, 8)
+    attend = mh.from_onnx_attention(
+        node("m", outputs=("Y", "", "", "S"), softcap=0.5, is_causal=1, scale=0.3)
+    )
+    keep = torch.tensor([True, True, False, True, True])
+    out = attend(q, k, v, keep[None])
+    close(out.qk_matmul_output, 0.3 * q @ k.mT)
+    scores = 0.5 * torch.tanh(0.3 * q @ k.mT / 0.5)
+    visible = keep & torch.ones(5, 5).tril().bool()
+    close(out.Y, scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v)
+
+
 def test_the_arguments_give_the_map_of_a_node() -> None:
     """Its weights are those of the node's own fourth output."""
     attend = mh.from_onnx_attention(
