@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from manyheads.kernels import reference
-from manyheads.masks import Mask
+from manyheads.kernels import reference, sdpa
+from manyheads.masks import Normal
 from manyheads.problem import ALL, Problem
 
 FIRST_OPSET = 23  # the first version of the standard with the operator
@@ -149,7 +149,7 @@ def _has_dtype_of_q(problem: Problem) -> bool:
 
 def _operator(problem: Problem, target: Target | None) -> tuple[Tensor, str]:
     """Return the output `[b, h, t, w]` of the operator, and a name of its mask."""
-    if problem.bias is None and _keeps_everything(problem):
+    if problem.bias is None and sdpa.is_fully_visible(problem):
         return _attend(problem, None, False, target), "none"
     if problem.bias is None and _is_causal(problem):
         return _attend(problem, None, True, target), "is_causal"
@@ -199,42 +199,15 @@ def _attend(problem: Problem, mask: Tensor | None, is_causal: bool, target: Targ
     )
 
 
-def _is_known(condition: Any) -> bool:
-    """Return True if a condition on sizes is True for all sizes of the graph. It adds no guard."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(condition)
-
-
-def _band(mask: Mask) -> tuple[int | None, int | None] | None:
-    """Return the bounds low ≤ j − i ≤ high of a mask that is a band, else None."""
-    band, segments, lengths, rest = mask.normal()
-    return None if segments or lengths or rest else band
-
-
-def _keeps_everything(problem: Problem) -> bool:
-    """Return True if every query sees every key, whatever the sizes."""
-    if problem.mask is None:
-        return True
-    band = _band(problem.mask)
-    if band is None or isinstance(problem.offset, Tensor):
-        return band == (None, None)
-    low, high = band
-    top, bottom = problem.offset, problem.offset + problem.shape.t - 1
-    return (low is None or _is_known(bottom + low <= 0)) and (
-        high is None or _is_known(top + high >= problem.shape.s - 1)
-    )
-
-
 def _is_causal(problem: Problem) -> bool:
     """Return True if row i sees the keys 0 to i of as many keys as queries, whatever the sizes."""
     shape = problem.shape
     return (
         problem.mask is not None
-        and _band(problem.mask) == (None, 0)
+        and problem.mask.normal() == Normal(band=(None, 0))
         and not isinstance(problem.offset, Tensor)
-        and _is_known(problem.offset == 0)
-        and _is_known(shape.t == shape.s)
+        and sdpa.holds(problem.offset == 0)
+        and sdpa.holds(shape.t == shape.s)
     )
 
 
