@@ -109,8 +109,20 @@ def reader(problem: Problem) -> Any:
     and the log-sum-exp have the same ones. So both are summed in the same order: by `native` if it supports
     the problem, else by `chunked`.
     """
+    exported = _exported(problem)
+    if exported is not None:
+        return exported
     native = load("native")
     return native if native.reads(problem) else load("chunked")
+
+
+def _exported(problem: Problem) -> Any:
+    """Return the module that computes a problem while a model is exported to ONNX, else None."""
+    if not torch.compiler.is_exporting():
+        return None
+    from manyheads.kernels import exported
+
+    return exported if exported.is_active(problem) else None
 
 
 class Result(NamedTuple):
@@ -187,12 +199,10 @@ def run(problem: Problem, kernel: str = "auto", spec: Spec | None = None) -> Res
     use it in the backward pass, and returns zeros for NaN among a few keys. Checking the inputs alone isn't
     enough either: masked numbers may be so large that their products overflow.
     """
-    if torch.compiler.is_exporting():
-        from manyheads.kernels import exported
-
-        if exported.is_active(problem):
-            check(kernel)
-            return Result("exported", *exported.run(problem))
+    exported = _exported(problem)
+    if exported is not None:
+        check(kernel)
+        return Result("exported", *exported.run(problem))
     return compute(problem, choose(problem, kernel), kernel, spec)
 
 

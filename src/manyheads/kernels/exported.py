@@ -23,7 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from manyheads import scores
 from manyheads.kernels import reference, sdpa
+from manyheads.kernels.fused import FusedStatistics, Spec
 from manyheads.masks import Normal
 from manyheads.problem import ALL, Problem
 
@@ -110,6 +112,14 @@ def run(problem: Problem) -> tuple[Tensor, None]:
         module = target.modules[-1] if target.modules else ""
         target.calls.append(Call(module, not reasons, tuple(reasons), mask))
     return out, None
+
+
+def statistics(problem: Problem, spec: Spec | None, lse: Tensor | None) -> tuple[Tensor, FusedStatistics]:
+    """Return the log-sum-exp `[b, h, t]`, and no fused statistics."""
+    return reference.weights(problem)[1] if lse is None else lse, {}
+
+
+tile = scores.tile
 
 
 def why_plain(problem: Problem, target: Target | None) -> list[str]:
