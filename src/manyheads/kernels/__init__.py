@@ -118,6 +118,13 @@ def reader(problem: Problem) -> Any:
 
 def _exported(problem: Problem) -> Any:
     """Return the module that computes a problem while a model is exported to ONNX, else None."""
+    if not torch.compiler.is_compiling():
+        if torch._C._get_tracing_state() is not None and torch.onnx.is_in_onnx_export():
+            raise ValueError(
+                "Expected torch.onnx.export(dynamo=True), got dynamo=False, which traces by torch.jit. Use "
+                "dynamo=True, or manyheads.onnx.export."
+            )
+        return None
     if not torch.compiler.is_exporting():
         return None
     from manyheads.kernels import exported

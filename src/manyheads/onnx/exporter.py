@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 
@@ -59,12 +61,20 @@ class Report:
 
         Raises:
             ImportError: If onnxruntime isn't installed.
-            ValueError: If the difference is larger than `TOLERANCE` of the output's dtype.
+            ValueError: If the difference is larger than `TOLERANCE` of the output's dtype, or onnxruntime
+                doesn't support the model or the inputs.
         """
         _need("comparing the outputs", "onnxruntime")
         with torch.no_grad():
             expected = _tensors(self._model(*args, **kwargs))
-        got = self.program(*args, **kwargs)
+        try:
+            got = self.program(*args, **kwargs)
+        except Exception as error:  # onnxruntime's errors have no public base class
+            reason = str(error).splitlines()[0].rstrip(". ")
+            raise ValueError(
+                f"Expected a model and inputs that onnxruntime supports, got its error {reason!r}. For a dtype "
+                "that it doesn't support, export with check=False."
+            ) from error
         if len(got) != len(expected):
             raise ValueError(
                 f"Expected {len(expected)} outputs of onnxruntime, as the model has, got {len(got)}."
@@ -134,6 +144,10 @@ def export(
         raise TypeError(f"Expected args to be a tuple of arguments, got {kind(args)}: write (x,).")
     if options.pop("dynamo", True) is not True:
         raise ValueError("Expected dynamo=True: the older exporter of PyTorch isn't supported. Leave it out.")
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise ValueError(
+            f"Expected a path in a folder that exists, got {os.fspath(path)!r}. Create the folder."
+        )
     args, target = tuple(args), Target(opset_version, attention)
     settings = {"opset_version": opset_version, "verbose": False, **options}
     if isinstance(model, torch.export.ExportedProgram):
@@ -155,6 +169,7 @@ def export(
                 module, args, path, kwargs=dict(kwargs or {}), dynamic_shapes=dynamic_shapes, dynamo=True,
                 **settings,
             )  # fmt: skip
+        _check_dynamic(program, dynamic_shapes)
     report = Report(program, target.calls, opset_version, None, source)
     if check:
         report.difference = report.compare(*args, **(kwargs or {}))
@@ -202,6 +217,20 @@ def _names(model: nn.Module, target: Target) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _check_dynamic(program: Any, dynamic_shapes: Any) -> None:
+    """Raise ValueError if a size that should be dynamic became a constant, as PyTorch's exporter allows."""
+    leaves = pytree.tree_leaves(dynamic_shapes)
+    wanted = sum(isinstance(leaf, Dim | str) or leaf is Dim.DYNAMIC for leaf in leaves)
+    shapes = [value.shape for value in program.model.graph.inputs if value.shape is not None]
+    got = sum(not isinstance(size, int) for shape in shapes for size in shape)
+    if got < wanted:
+        listed = ", ".join(str(shape) for shape in shapes)
+        raise ValueError(
+            f"Expected {wanted} sizes of the inputs to be dynamic, got {got} in {listed}: the model computes "
+            "with a size as a constant. Find out where with torch.export.export and the same dynamic_shapes."
+        )
 
 
 @contextmanager
