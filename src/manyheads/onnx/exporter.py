@@ -72,8 +72,8 @@ class Report:
         except Exception as error:  # onnxruntime's errors have no public base class
             reason = str(error).splitlines()[0].rstrip(". ")
             raise ValueError(
-                f"Expected a model and inputs that onnxruntime supports, got its error {reason!r}. For a dtype "
-                "that it doesn't support, export with check=False."
+                f"Expected a model and inputs that onnxruntime supports, got its error {reason!r}. For a "
+                "dtype that it doesn't support, export with check=False."
             ) from error
         if len(got) != len(expected):
             raise ValueError(
@@ -146,7 +146,7 @@ def export(
         raise ValueError("Expected dynamo=True: the older exporter of PyTorch isn't supported. Leave it out.")
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise ValueError(
-            f"Expected a path in a folder that exists, got {os.fspath(path)!r}. Create the folder."
+            f"Expected a path in an existing folder, got {os.fspath(path)!r}. Create the folder."
         )
     args, target = tuple(args), Target(opset_version, attention)
     settings = {"opset_version": opset_version, "verbose": False, **options}

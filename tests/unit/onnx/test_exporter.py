@@ -261,6 +261,32 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
 }
 
 
+@pytest.mark.full
+def test_what_a_graph_cannot_have_raises(tmp_path: Path) -> None:
+    def entropy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return mh.attention_with_map(q, k, v)[1].entropy()  # in blocks, whose number depends on the length
+
+    with raises(ValueError, "Expected 3 sizes of the inputs to be dynamic, got 0"):
+        mh.onnx.export(entropy, heads(6, 9), **LENGTHS)
+    with raises(ValueError, "onnxruntime", "check=False"):
+        mh.onnx.export(mh.attention, heads(5, 5, torch.bfloat16))
+    with raises(ValueError, "existing folder", "model.onnx"):
+        mh.onnx.export(mh.attention, (X, X, X), tmp_path / "none" / "model.onnx")
+    with pytest.raises(ValueError, match="dynamo=True"):
+        torch.onnx.export(Attend(mask=mh.Causal()).eval(), heads(5, 5), tmp_path / "old.onnx", dynamo=False)
+
+
+@pytest.mark.full
+def test_weights_are_exported() -> None:
+    """The map's, and its log-sum-exp, of other lengths."""
+
+    def weights(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        out, amap = mh.attention_with_map(q, k, v, mask=mh.Causal(), softcap=2.0)
+        return out, amap.dense(), amap.lse
+
+    mh.onnx.export(weights, heads(6, 9), **LENGTHS).compare(*heads(3, 12))
+
+
 @pytest.mark.parametrize("name", ERRORS)
 def test_wrong_arguments_raise(name: str) -> None:
     model, options, error, words = ERRORS[name]
