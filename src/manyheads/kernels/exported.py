@@ -57,7 +57,7 @@ class Call:
         return f"{name}: plain operators, because {'; '.join(self.reasons)}"
 
 
-@dataclass
+@dataclass(eq=False)
 class Target:
     """What a graph is exported to.
 

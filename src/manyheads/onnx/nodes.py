@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_
 from typing import Any, NamedTuple
 
 import torch
@@ -166,21 +168,19 @@ class AttentionNode:
             k, v = _append("past_key", past_key, "K", k), _append("past_value", past_value, "V", v)
         b, t, s = q.shape[0], q.shape[2], k.shape[2]
         mask, bias = _read_mask(attn_mask, q, s)
-        offset: int | Tensor = 0 if past_key is None else past_key.shape[2]
-        parts: list[Mask] = [] if mask is None else [mask]
+        bands: list[Mask] = [Causal()] if self.is_causal else []
+        if (self.left_window_size, self.right_window_size) != (None, None):
+            bands.append(Window(self.left_window_size, self.right_window_size))
+        offset: int | Tensor = 0 if past_key is None else past_key.shape[2]  # the position of row 0
+        parts: list[Mask] = [*([] if mask is None else [mask]), *bands]
         if nonpad_kv_seqlen is not None:
             lengths = _check_lengths(nonpad_kv_seqlen, b, s)
             parts.append(Lengths(lengths))
-            offset = lengths - t
-        if self.is_causal:
-            parts.append(Causal())
-        if (self.left_window_size, self.right_window_size) != (None, None):
-            parts.append(Window(self.left_window_size, self.right_window_size))
-        for part in parts[1:]:
-            parts[0] = parts[0] & part
+            offset = lengths - t if bands else 0
+        joined = reduce(and_, parts) if parts else None
         return {
-            "q": q, "k": k, "v": v, "mask": parts[0] if parts else None, "bias": bias, "scale": self.scale,
-            "softcap": self.softcap, "offset": offset,
+            "q": q, "k": k, "v": v, "mask": joined, "bias": bias, "scale": self.scale, "softcap": self.softcap,
+            "offset": offset,
         }  # fmt: skip
 
     def _check_inputs(self, given: Mapping[str, Any]) -> None:

@@ -133,6 +133,16 @@ def test_the_operator_or_plain_operators_on_request(attention: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("opset", [18, 24])
+def test_the_first_and_the_last_version_of_the_standard(opset: int) -> None:
+    model = Attend(mask=mh.Causal() & mh.Window(left=2), bias=mh.ALiBi(4)).eval()
+    report = mh.onnx.export(model, heads(6, 9), opset_version=opset, **LENGTHS)
+    assert [call.operator for call in report.calls] == [opset == 24]
+    assert report.program.model.opset_imports[""] == opset
+    report.compare(*heads(9, 4))
+
+
+@pytest.mark.full
 def test_layers_and_their_names(tmp_path: Path) -> None:
     """A model with self-attention and cross-attention, in a file that onnxruntime reads."""
     import onnxruntime
