@@ -179,8 +179,8 @@ class AttentionNode:
             offset = lengths - t if bands else 0
         joined = reduce(and_, parts) if parts else None
         return {
-            "q": q, "k": k, "v": v, "mask": joined, "bias": bias, "scale": self.scale, "softcap": self.softcap,
-            "offset": offset,
+            "q": q, "k": k, "v": v, "mask": joined, "bias": bias, "scale": self.scale,
+            "softcap": self.softcap, "offset": offset,
         }  # fmt: skip
 
     def _check_inputs(self, given: Mapping[str, Any]) -> None:
