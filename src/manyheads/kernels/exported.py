@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -107,11 +107,22 @@ def run(problem: Problem) -> tuple[Tensor, None]:
             f"The Attention operator doesn't compute this: {'; '.join(reasons)}. "
             'Use attention="auto", which exports it as plain operators.'
         )
-    out, mask = (reference.run(problem)[0], "none") if reasons else _operator(problem, target)
+    out, mask = (reference.run(_unscaled(problem))[0], "none") if reasons else _operator(problem, target)
     if target is not None:
         module = target.modules[-1] if target.modules else ""
         target.calls.append(Call(module, not reasons, tuple(reasons), mask))
     return out, None
+
+
+def _unscaled(problem: Problem) -> Problem:
+    """Return the same problem with q multiplied by the scale, for float64.
+
+    PyTorch's exporter stores numbers, but not tensors, in float32.
+    """
+    if problem.q.dtype != torch.float64:
+        return problem
+    scale = torch.tensor(problem.scale, dtype=torch.float64, device=problem.q.device)
+    return replace(problem, q=problem.q * scale, scale=1.0)
 
 
 def statistics(problem: Problem, spec: Spec | None, lse: Tensor | None) -> tuple[Tensor, FusedStatistics]:
@@ -165,6 +176,7 @@ def _operator(problem: Problem, target: Target | None) -> tuple[Tensor, str]:
         return _attend(problem, None, True, target), "is_causal"
     shape = problem.shape
     keep = None if problem.mask is None else problem.keep(problem.mask, ALL, ALL)
+    visible: Tensor | None
     if problem.bias is None:
         assert keep is not None
         tensor, visible, name = keep, keep, "a boolean mask"
