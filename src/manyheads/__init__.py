@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from manyheads.masks import Window as Window
     from manyheads.observe import observe as observe
     from manyheads.observe import open_run as open_run
+    from manyheads.onnx import from_onnx_attention as from_onnx_attention
     from manyheads.positions import Rotary as Rotary
     from manyheads.positions import Sinusoidal as Sinusoidal
     from manyheads.tokens import TokenizedText as TokenizedText
@@ -60,6 +61,7 @@ _MODULES = {
         "masks": ["AfterSameToken", "Causal", "Diagonal", "Documents", "Drop", "Full", "Keep", "Keys",
                   "Lengths", "Mask", "Prefix", "Rule", "SameToken", "Window"],
         "observe": ["observe", "open_run"],
+        "onnx": ["from_onnx_attention"],
         "positions": ["Rotary", "Sinusoidal"],
         "tokens": ["TokenizedText"],
     }.items()

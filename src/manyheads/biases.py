@@ -308,7 +308,7 @@ class Dense(Bias):
     def _indices(self, b: Index, h: Index, i: Index, j: Index) -> tuple[Any, ...]:
         """Return the indices of a tile in the tensor, whose axes of size 1 are broadcast."""
         # Positions may differ between sequences, but rows are the same in all.
-        row = i - self.first if isinstance(self.first, int) else (i - self.first[b])[:1]
+        row = (i - self.first[b])[:1] if isinstance(self.first, Tensor) else i - self.first
         shape = _with_four_axes(self.values).shape
         return tuple(0 if n == 1 else index for n, index in zip(shape, (b, h, row, j), strict=True))
 

@@ -215,7 +215,7 @@ class Problem:
             mask=None if self.mask is None else self.mask.only(b, h),
             bias=None if self.bias is None else self.bias.only(b, h),
             sink=None if self.sink is None else self.sink[h],
-            offset=self.offset if isinstance(self.offset, int) else self.offset[b],
+            offset=self.offset[b] if isinstance(self.offset, Tensor) else self.offset,
             shape=shape_of(q, k, v),
         )
 
@@ -265,7 +265,7 @@ class Problem:
         h = expand(shape.h, heads)[None, :, None, None]
         i = expand(shape.t, rows)[None, None, :, None]
         j = expand(shape.s, cols)[None, None, None, :]
-        i = i + (self.offset if isinstance(self.offset, int) else self.offset.to(device)[b])
+        i = i + (self.offset.to(device)[b] if isinstance(self.offset, Tensor) else self.offset)
         return b, h, i, j
 
     def distances(self, rows: Rows, cols: Rows) -> Tensor:

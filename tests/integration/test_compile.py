@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import manyheads as mh
+from manyheads import lm
 from manyheads.kernels import operator
 from manyheads.masks import Not  # what ~ makes: Dynamo can't trace ~ on a class of ours
 from manyheads.problem import Problem
@@ -415,6 +416,93 @@ def test_export_of_the_native_operator(tmp_path: Path) -> None:
     for t in (7, 33):
         given = (*torch.randn(3, 2, 4, t, 16), n)
         close(loaded(*given), Padded()(*given))
+
+
+class Attend(torch.nn.Module):
+    """A call of attention with fixed options."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return mh.attention(q, k, v, **self.options)
+
+
+def saved(module: torch.nn.Module, given: tuple[Tensor, ...], path: Path, **options: Any) -> Any:
+    """Return a module that was exported, saved and loaded."""
+    torch.export.save(torch.export.export(module, given, **options), path)
+    return torch.export.load(path).module()
+
+
+EXPORTED: dict[str, Any] = {
+    "causal": lambda x: {"mask": mh.Causal()},
+    "window and sdpa": lambda x: {"mask": mh.Causal() & mh.Window(left=3), "kernel": "sdpa"},
+    "causal and sdpa": lambda x: {"mask": mh.Causal(), "kernel": "sdpa"},
+    "left lengths": lambda x: {"mask": mh.Lengths(x["lengths"], left=True) | mh.Prefix(1)},
+    "rule": lambda x: {"mask": mh.Causal() & mh.Rule(lambda b, h, i, j: (i + j) % 3 > 0)},
+    "relative": lambda x: {"bias": mh.Relative(x["table"]), "kernel": "chunked"},
+    "each offset": lambda x: {"mask": mh.Causal(), "offset": x["lengths"], "softcap": 2.0},
+}
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch.export.load of PyTorch 2.11
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", EXPORTED)
+def test_attention_is_exported_saved_and_loaded(
+    name: str, strict: bool, tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """For all lengths: more queries than keys, as many, and a single query."""
+    module = Attend(**EXPORTED[name]({n: x.detach() for n, x in tensors.items()}))
+    t, s = (torch.export.Dim(letter, min=1, max=512) for letter in "ts")
+    shapes = ({2: t}, {2: s}, {2: s})
+    with torch.no_grad():
+        loaded = saved(module, tuple(heads()), tmp_path / "a.pt2", dynamic_shapes=shapes, strict=strict)
+        for t, s in ((6, 9), (9, 4), (8, 8), (1, 7), (70, 90)):
+            given = heads(t, s)
+            close(loaded(*given), module(*given))
+
+
+def test_a_rule_is_exported_as_operators() -> None:
+    """Another process doesn't know a function by its number, or knows another one by it."""
+    module = Attend(mask=mh.Rule(lambda b, h, i, j: j <= i))
+    assert "manyheads" not in str(torch.export.export(module, tuple(heads())).graph)
+    with pytest.raises(ValueError, match="the function of Rule as a number"):
+        torch.export.export(Attend(mask=~module.options["mask"], kernel="native"), tuple(heads()))
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch.export.load of PyTorch 2.11
+@pytest.mark.parametrize("strict", [False, True])
+def test_layers_and_the_language_model_are_exported_saved_and_loaded(strict: bool, tmp_path: Path) -> None:
+    class Layers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = mh.MultiHeadAttention(
+                16, 4, kv_heads=2, position=mh.Rotary(4), qk_norm=torch.nn.RMSNorm, bias=mh.ALiBi(4)
+            )
+            self.cross = mh.CrossAttention(16, 8)
+
+        def forward(self, x: Tensor, context: Tensor, n: Tensor) -> Tensor:
+            return self.cross(self.own(x, mask=mh.Causal()), context, mask=mh.Lengths(n))
+
+    b, t, s = (torch.export.Dim(letter, min=2, max=512) for letter in "bts")
+    layers, n = Layers().eval(), torch.tensor([3, 0])
+    with torch.no_grad():
+        given = (torch.randn(2, 6, 16), torch.randn(2, 9, 8), n)
+        shapes = ({0: b, 1: t}, {0: b, 1: s}, {0: b})
+        loaded = saved(layers, given, tmp_path / "a.pt2", dynamic_shapes=shapes, strict=strict)
+        for rows, columns in ((13, 4), (2, 30)):
+            given = (torch.randn(3, rows, 16), torch.randn(3, columns, 8), torch.tensor([4, 0, 1]))
+            close(loaded(*given), layers(*given))
+        model, _ = lm.load()
+        shapes = ({0: b, 1: t},)
+        ids = torch.randint(0, 500, (3, 12))
+        loaded = saved(model.eval(), (ids,), tmp_path / "b.pt2", dynamic_shapes=shapes, strict=strict)
+        for size in ((2, 3), (4, 512)):
+            ids = torch.randint(0, 500, size)
+            close(loaded(ids), model(ids), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.full

@@ -35,6 +35,7 @@ GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *GUIDES]
 PAGES += sorted((ROOT / "docs" / "explanation").glob("*.md"))
 PEERS = ("x_transformers", "labml_nn", "keras", "jax", "diffusers")  # the extras `findings`, `diffusion`
+OPTIONAL = {"onnx": ("manyheads.onnx", "onnx")}  # by extra: what shows that a text needs it, and a package
 
 
 def blocks(path: Path) -> list[str]:
@@ -58,6 +59,9 @@ def needs(text: str) -> None:
     for peer in PEERS:
         if peer in text and find_spec(peer) is None:
             pytest.skip(f"{peer} is not installed: pip install -c constraints.txt '.[findings,diffusion]'")
+    for extra, (name, package) in OPTIONAL.items():
+        if name in text and find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install -c constraints.txt '.[{extra}]'")
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -134,8 +138,8 @@ def test_token_by_token_gives_the_same_output(names: dict) -> None:
 )
 def test_the_examples_of_a_guide_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a guide's blocks one after the other, in a folder of its own."""
+    needs(page.read_text(encoding="utf-8"))
     monkeypatch.chdir(tmp_path)
-    needs("".join(blocks(page)))
     execute(page)
 
 

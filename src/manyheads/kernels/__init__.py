@@ -109,8 +109,27 @@ def reader(problem: Problem) -> Any:
     and the log-sum-exp have the same ones. So both are summed in the same order: by `native` if it supports
     the problem, else by `chunked`.
     """
+    exported = _exported(problem)
+    if exported is not None:
+        return exported
     native = load("native")
     return native if native.reads(problem) else load("chunked")
+
+
+def _exported(problem: Problem) -> Any:
+    """Return the module that computes a problem while a model is exported to ONNX, else None."""
+    if not torch.compiler.is_compiling():
+        if torch._C._get_tracing_state() is not None and torch.onnx.is_in_onnx_export():
+            raise ValueError(
+                "Expected torch.onnx.export(dynamo=True), got dynamo=False, which traces by torch.jit. Use "
+                "dynamo=True, or manyheads.onnx.export."
+            )
+        return None
+    if not torch.compiler.is_exporting():
+        return None
+    from manyheads.kernels import exported
+
+    return exported if exported.is_active(problem) else None
 
 
 class Result(NamedTuple):
@@ -174,6 +193,8 @@ def blocks(problem: Problem, first: int = 0) -> Iterator[tuple[slice, list[slice
 def run(problem: Problem, kernel: str = "auto", spec: Spec | None = None) -> Result:
     """Compute the output `[b, h, t, w]` and, if the kernel gives it, the log-sum-exp `[b, h, t]`.
 
+    While a model is exported to ONNX, no kernel is used (see `exported`).
+
     A kernel with FUSES also computes the fused statistics of `spec`, unless computing them later is faster.
 
     In eager mode on the CPU, kernels without SHIELDS are checked. If q, k, v or the output isn't finite,
@@ -185,6 +206,10 @@ def run(problem: Problem, kernel: str = "auto", spec: Spec | None = None) -> Res
     use it in the backward pass, and returns zeros for NaN among a few keys. Checking the inputs alone isn't
     enough either: masked numbers may be so large that their products overflow.
     """
+    exported = _exported(problem)
+    if exported is not None:
+        check(kernel)
+        return Result("exported", *exported.run(problem))
     return compute(problem, choose(problem, kernel), kernel, spec)
 
 

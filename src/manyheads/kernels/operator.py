@@ -46,13 +46,13 @@ def register(name: str, forward: Forward, backward: Backward, key: str = "Compos
 
     def attend(*args: Any) -> tuple[Tensor, Tensor]:
         with disable_autocast(args[0].device):
-            return forward(_problem_of(*args), args[SEED])
+            return forward(problem_of(*args), args[SEED])
 
     def attend_backward(
         out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, needs: list[bool], *args: Any
     ) -> list[Tensor]:
         with disable_autocast(out.device):
-            grads = backward(_problem_of(*args), out, lse, d_out, d_lse, needs, args[SEED])
+            grads = backward(problem_of(*args), out, lse, d_out, d_lse, needs, args[SEED])
         return [out.new_empty(0) if grad is None else grad for grad in grads]
 
     def differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
@@ -115,7 +115,7 @@ def _parse(text: str) -> Any:
     return ast.literal_eval(text)
 
 
-def _problem_of(
+def problem_of(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, tensors: list[Tensor], offsets: Tensor | None,
     seed: Tensor | None, text: str, offset: int, scale: float, softcap: float, dropout_p: float,
 ) -> Problem:  # fmt: skip

@@ -92,7 +92,7 @@ def run(problem: Problem) -> tuple[Tensor, None]:
         tensor = _build_tensor(problem)
         if not can_read(problem.q) or problem.q.device.type != "cpu":
             problem = problem.without_masked_keys(tensor if problem.bias is None else tensor != -math.inf)
-    elif not _is_fully_visible(problem):
+    elif not is_fully_visible(problem):
         causal = True  # queries attend to the first t keys at most, so the other keys are left out
         problem = replace(problem, k=problem.k[:, :, : shape.t], v=problem.v[:, :, : shape.t])
     grouped = False
@@ -124,7 +124,9 @@ def _forbid_gradients_of(grads: tuple[Tensor | None, ...], _: Any) -> None:
 
 def _is_causal(problem: Problem) -> bool:
     """Return True if the mask is the top-left triangle, which PyTorch calls causal."""
-    if problem.mask is None or not isinstance(problem.offset, int | torch.SymInt) or problem.offset != 0:
+    if problem.mask is None or not isinstance(problem.offset, int | torch.SymInt):
+        return False
+    if not holds(problem.offset == 0):
         return False
     if problem.scale <= 0:  # PyTorch multiplies the −inf of its own causal mask by the scale: NaN (2.13, CPU)
         return False
@@ -132,7 +134,17 @@ def _is_causal(problem: Problem) -> bool:
     return band == (None, 0) and len(segments) + len(lengths) + len(rest) == 0
 
 
-def _is_fully_visible(problem: Problem) -> bool:
+def holds(condition: Any) -> bool:
+    """Return True if a condition on sizes holds; for all sizes of the graph, while a model is exported."""
+    if torch.compiler.is_exporting() or isinstance(condition, torch.SymBool):
+        # A bool of the condition would restrict the graph to the sizes for which it is the same.
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # it takes 0.6 s to import
+
+        return statically_known_true(condition)
+    return bool(condition)
+
+
+def is_fully_visible(problem: Problem) -> bool:
     """Return True if the mask is a band that contains all keys of all rows, as Causal for one last query."""
     if problem.mask is None:
         return True
@@ -144,12 +156,14 @@ def _is_fully_visible(problem: Problem) -> bool:
     if not isinstance(problem.offset, int | torch.SymInt):
         return False
     top, bottom = problem.offset, problem.offset + problem.shape.t - 1
-    return (low is None or bottom + low <= 0) and (high is None or top + high >= problem.shape.s - 1)
+    return (low is None or holds(bottom + low <= 0)) and (
+        high is None or holds(top + high >= problem.shape.s - 1)
+    )
 
 
 def needs_tensor(problem: Problem) -> bool:
     """Return True if the mask and bias have to be passed to PyTorch as a tensor."""
-    return problem.bias is not None or not (_is_fully_visible(problem) or _is_causal(problem))
+    return problem.bias is not None or not (is_fully_visible(problem) or _is_causal(problem))
 
 
 def _given_as_tensor(problem: Problem) -> bool:

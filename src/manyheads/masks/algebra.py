@@ -436,7 +436,7 @@ def check_indices(batch: Tensor, heads: Tensor, shape: Shape) -> None:
 
 def scatter_positions(first: int | Tensor, batch: Tensor) -> int | Tensor:
     """Undo the selection of positions `[b]`: return a tensor that has them at the indices `batch`, else 0."""
-    if isinstance(first, int) or not batch.numel():
+    if not isinstance(first, Tensor) or not batch.numel():
         return first
     return first.new_zeros(int(batch.max()) + 1).index_copy_(0, batch, first)
 

@@ -295,8 +295,8 @@ class Keys(Mask):
 
 
 def _per_batch(n: int | Tensor, b: Index) -> Any:
-    """Return n if it is an int, else its entry for batch entry b."""
-    if isinstance(n, int):
+    """Return n if it is a number, else its entry for batch entry b."""
+    if not isinstance(n, Tensor):  # an int, or a symbolic size while a model is exported
         return n
     if n.shape[0] == 0 and not isinstance(b, Tensor):  # a drawing of a mask for an empty batch
         return 0
