@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from manyheads.masks import Window as Window
     from manyheads.observe import observe as observe
     from manyheads.observe import open_run as open_run
+    from manyheads.patches import Patches as Patches
+    from manyheads.patches import find_patches as find_patches
     from manyheads.positions import Rotary as Rotary
     from manyheads.positions import Sinusoidal as Sinusoidal
     from manyheads.tokens import TokenizedText as TokenizedText
@@ -60,6 +62,7 @@ _MODULES = {
         "masks": ["AfterSameToken", "Causal", "Diagonal", "Documents", "Drop", "Full", "Keep", "Keys",
                   "Lengths", "Mask", "Prefix", "Rule", "SameToken", "Window"],
         "observe": ["observe", "open_run"],
+        "patches": ["Patches", "find_patches"],
         "positions": ["Rotary", "Sinusoidal"],
         "tokens": ["TokenizedText"],
     }.items()

@@ -7,6 +7,7 @@
     figure = figures.entropy(maps)                   # the entropy of each head, layer by layer
     figure = figures.measures(rows, by="induction")  # head scores as a sorted table
     figure = figures.difference(want, got)           # two maps that should be equal
+    figure = figures.overlay(picture, image)         # what heads attend to in a picture
     figure = figures.curves(pe, [0, 1, 6, 7])        # positional encodings
 
 Texts of any length can be drawn. Long texts are pooled into cells of several tokens, in one pass over the map
@@ -34,6 +35,7 @@ from manyheads.figures.cells import AxisLabels, Labels, Layers, Panel, Visible, 
 from manyheads.figures.difference import difference
 from manyheads.figures.fonts import legible
 from manyheads.figures.heatmaps import MOST, WEIGHT, Picture, Strip
+from manyheads.figures.overlays import overlay
 from manyheads.figures.positions import curves, image
 from manyheads.maps import AttentionMap
 from manyheads.measures import UNITS
@@ -51,6 +53,7 @@ __all__ = [
     "head",
     "image",
     "measures",
+    "overlay",
     "received",
     "visible",
 ]

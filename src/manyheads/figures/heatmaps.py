@@ -189,7 +189,7 @@ def draw_row(
         for axes, panel in zip(group_axes, group, strict=True):
             image = draw_heatmap(axes, panel, scale, inches, colors or WEIGHT)
         bar = {"ax": group_axes, "pad": 0.02, "aspect": height / 0.16}
-        _add_weight_bar(image, group, height, bar_label, bar_ticks, **bar)
+        add_weight_bar(image, group, height, bar_label, bar_ticks, **bar)
     for axes, name in zip(all_axes, titles, strict=True):
         axes.yaxis.set_visible(axes is all_axes[0])
         set_ticks(axes.yaxis, y_ticks)
@@ -276,7 +276,7 @@ def draw_sheet(
     bottom = tops[-1] + strips[-1].height
     height = bottom - tops[0]
     bar_axes = place(left + panels_width + 0.05, tops[0], 0.16, height)
-    _add_weight_bar(image, panels, height, bar_label, cax=bar_axes)
+    add_weight_bar(image, panels, height, bar_label, cax=bar_axes)
     middle = 1 - (tops[0] + height / 2) / h
     figure.supylabel(_axis_label(rows, 0, panels), x=0.05 / w, y=middle, fontsize=TITLES)
     x, y = center / w, 1 - (bottom + x_ticks[-1].height + 0.1) / h
@@ -389,7 +389,7 @@ def add_colorbar(image: AxesImage, label: str, **options: Any) -> Colorbar:
     return bar
 
 
-def _add_weight_bar(
+def add_weight_bar(
     image: AxesImage,
     panels: list[Panel],
     inches: float,
