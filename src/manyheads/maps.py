@@ -700,13 +700,15 @@ class AttentionMap:
 
     # -- viewer and files --------------------------------------------------------------------------
 
-    def view(self, *others: Any, port: int = 0, browser: bool = True) -> Any:
+    def view(self, *others: Any, picture: Any = None, port: int = 0, browser: bool = True) -> Any:
         """Show the map in a browser, or in this notebook: from whole heads to single weights.
 
         In a script, `view().wait()` keeps the viewer running until it is interrupted.
 
         Args:
             *others: More maps, recordings or files, to compare side by side.
+            picture: The picture that the model read, as in `figures.overlay`, to show what a query attends to
+                in it; a list has one for each batch entry.
             port: The port to listen on (0 picks a free one).
             browser: Whether to open a browser.
 
@@ -719,7 +721,7 @@ class AttentionMap:
             OSError: If the port is in use.
         """
         self._check_unchanged()
-        return extras.view(self, *others, port=port, browser=browser)
+        return extras.view(self, *others, picture=picture, port=port, browser=browser)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the map, its tokens and provenance into a safetensors file (see docs/format.md).

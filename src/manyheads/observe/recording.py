@@ -303,13 +303,15 @@ class Recording(Mapping[Any, Any]):
             maps[name] = call
         return figures.grid(maps, **options)
 
-    def view(self, *others: Any, port: int = 0, browser: bool = True) -> Any:
+    def view(self, *others: Any, picture: Any = None, port: int = 0, browser: bool = True) -> Any:
         """Show every layer and head in a browser, or in this notebook, down to single weights.
 
         In a script, use `recording.view().wait()`, which keeps the server running until you interrupt it.
 
         Args:
             *others: More recordings, maps or files, to compare side by side.
+            picture: The picture that the model read, as in `figures.overlay`, to show what a query attends to
+                in it; a list has one for each batch entry.
             port: Port to listen on (0 picks a free one).
             browser: If True, open a browser.
 
@@ -320,7 +322,7 @@ class Recording(Mapping[Any, Any]):
             TypeError, ValueError: If `others` can't be shown, or nothing was recorded.
             OSError: If the port is in use.
         """
-        return extras.view(self, *others, port=port, browser=browser)
+        return extras.view(self, *others, picture=picture, port=port, browser=browser)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the recording in a safetensors file that `manyheads.open_run` reads (docs/format.md).
