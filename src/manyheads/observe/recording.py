@@ -228,7 +228,7 @@ class Recording(Mapping[Any, Any]):
             IndexError: If a query doesn't exist.
         """
         names = list(self) if layers is None else paths_within(layers, self)
-        if not names:
+        if not names and layers is not None:
             raise NoSuchLayer(f"No layer {layers!r} was recorded{close_matches(str(layers), self)}.")
         return pictures.rollout_image({name: self[name] for name in names}, queries, patches)
 

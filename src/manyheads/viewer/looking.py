@@ -40,10 +40,10 @@ def encode_picture(picture: Any) -> str:
     if isinstance(picture, str | PathLike):
         try:
             picture = image.imread(fspath(picture))
-        except OSError as error:
-            if error.errno is not None:
+        except (OSError, SyntaxError, ValueError) as error:  # PIL raises SyntaxError for a damaged file
+            if isinstance(error, OSError) and error.errno is not None:
                 raise
-            raise ValueError(f"Expected a picture in {fspath(picture)}: {error}.") from None
+            raise ValueError(f"{fspath(picture)} isn't a picture that can be read: {error}.") from None
     pixels = torch.from_numpy(overlays.read_picture(picture)).permute(2, 0, 1)  # [3, h, w]
     if max(pixels.shape) > LONGEST:
         scale = LONGEST / max(pixels.shape)
