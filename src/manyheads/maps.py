@@ -433,6 +433,7 @@ class AttentionMap:
             ValueError: If they aren't known; the message says why, and what to give to `image` instead.
             IndexError: If there is no such batch entry or picture.
         """
+        _resolve(batch, self.shape[0], AXES[0])  # raises IndexError
         return patches.select(patches.unpack(self.provenance.get("patches")), batch, picture)
 
     # -- statistics --------------------------------------------------------------------------------

@@ -148,6 +148,13 @@ def test_timms_vision_transformers() -> None:
             assert recording.patches() == found
         different = (keys[0] - keys[1]).abs().amax((0, 1, 3)) > 1e-6
         assert different.nonzero().flatten().tolist() == [found.token(3, 1)]
+    torchvision = pytest.importorskip("torchvision")
+    other = torchvision.models.VisionTransformer(24, 6, 1, 2, 32, 32).eval()
+    assert find_patches(other) == Patches((4, 4), 1, special=CLASS)
+    pixels = torch.randn(1, 3, 24, 24)
+    with torch.no_grad(), manyheads.observe(other) as recording:
+        other(pixels)
+    assert recording.patches() == find_patches(other)
     with raises(ValueError, "within windows"):
         find_patches(timm.create_model("swin_tiny_patch4_window7_224"))
 

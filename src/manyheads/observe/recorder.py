@@ -18,6 +18,7 @@ from manyheads.maps import AttentionMap
 from manyheads.observe import fastpath, intercept, transformers
 from manyheads.observe.recording import Recording, close_matches, paths_within
 from manyheads.observe.summaries import Reduced
+from manyheads.patches import finding
 from manyheads.problem import Problem
 from manyheads.shapes import amount, whole
 
@@ -133,7 +134,11 @@ class Recorder:
 
     def _locate_patches(self, path: str, module: nn.Module, named: dict[str, Any]) -> None:
         """Find the patches of the picture that a module reads, if it is a known model of pictures."""
-        inputs = patches.Inputs.of(named)
+        try:
+            inputs = finding.Inputs.of(named)
+        except (AttributeError, TypeError, ValueError) as error:  # they aren't those of transformers' models
+            self.located[path] = f"The inputs of {self._name(path)} can't be read: {error}."
+            return
         if inputs.pixels is not None:
             self.pixels = inputs.pixels
         elif inputs.grids is None:
@@ -141,11 +146,11 @@ class Recorder:
                 return  # a part of a model, or a later step of a generation
             inputs = inputs._replace(pixels=self.pixels)  # `generate` has encoded the pictures before
         try:
-            located = patches.locate(module, inputs, towers=False)
+            located = finding.locate(module, inputs, towers=False)
         except ValueError as error:
             self.located[path] = str(error)
         else:
-            unknown = f"{self._name(path)} isn't a known model of pictures. {patches.GIVE}"
+            unknown = f"{self._name(path)} isn't a known model of pictures. {patches.places.GIVE}"
             self.located[path] = unknown if located is None else located
 
     def note_softmax(self, path: str, scores: Tensor) -> None:
@@ -174,7 +179,7 @@ class Recorder:
 
     def _hooks(self, path: str, module: nn.Module) -> Iterable[Any]:
         has_fastpath = fastpath.has_fastpath(module)
-        inputs = patches.read_parameters(module)  # None if it doesn't read pictures
+        inputs = finding.read_parameters(module)  # None if it doesn't read pictures
 
         def begin(running: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             # A deep copy of the model has the same hooks but isn't observed. A replica of DataParallel is.

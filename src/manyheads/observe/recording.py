@@ -17,7 +17,7 @@ from manyheads.observe.generation import checksums, join, reached_keys
 from manyheads.observe.summaries import Call, Reduced
 from manyheads.observe.table import Table
 from manyheads.patches import Patches, select, unpack
-from manyheads.shapes import amount, kind
+from manyheads.shapes import amount, kind, whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -188,7 +188,10 @@ class Recording(Mapping[Any, Any]):
             IndexError: If there is no such batch entry or picture.
         """
         call = self[self._picture_layer() if layer is None else layer]
-        return select(unpack(call.provenance.get("patches")), batch, picture)
+        located = unpack(call.provenance.get("patches"))
+        if not -call.shape[0] <= whole(batch, "batch", least=-(1 << 60)) < call.shape[0]:
+            raise IndexError(f"There is no batch entry {batch}: the layer has {call.shape[0]} sequences.")
+        return select(located, batch, picture)
 
     def _picture_layer(self) -> str:
         """Return the last layer whose patches are known, or the last layer if there is no such layer."""

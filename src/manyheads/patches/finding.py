@@ -1,9 +1,4 @@
-"""Where the patches of a picture are among the tokens of a model.
-
-A vision transformer reads a class token and registers, then the patches of the picture, row by row. A
-vision-language model reads the picture within its text, where the processor put a token for each patch or for
-each block of patches that the model merges. `Patches` describes both; `find_patches` reads it from a model's
-configuration and inputs.
+"""Find the patches of a picture from a model's configuration and inputs.
 
 To add a model of transformers, add it to `SPECIAL` (vision transformers) or to `_language_grids`, and to the
 table of models in `tests/unit/test_patches.py`, which changes a patch of the picture and compares keys.
@@ -13,163 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from manyheads.shapes import can_read, kind, whole
+from manyheads.patches.places import CLASS, GIVE, Located, Patches, select
+from manyheads.shapes import can_read, kind
 
-GIVE = "Give the place of the patches: Patches(grid=(rows, cols), first=number of tokens before them)."
-CLASS, DISTILLATION = "class token", "distillation token"
-
-
-@dataclass(frozen=True)
-class Patches:
-    """The patches of one picture among the tokens of a sequence.
-
-    Attributes:
-        grid: The numbers of rows and columns of patches.
-        first: The token of the patch in the upper left corner.
-        stride: The number of tokens from the start of a row to that of the next, cols if None. It is larger
-            if a token ends each row, as in Pixtral and LLaVA-NeXT.
-        merge: The side of the blocks of patches that follow each other, 1 if patches are in rows. The vision
-            transformer of Qwen2-VL and Qwen3-VL has blocks of 2 × 2.
-        special: The names of the tokens before the first patch of a vision transformer, from token 0, such as
-            "class token" and "register 1". Empty in a language model.
-
-    Raises:
-        TypeError: If a value has the wrong type.
-        ValueError: If numbers are out of range or don't fit each other.
-    """
-
-    grid: tuple[int, int]
-    first: int = 0
-    stride: int | None = None
-    merge: int = 1
-    special: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "grid", check_grid(self.grid))
-        whole(self.first, "first, the token of the first patch,")
-        whole(self.merge, "merge", least=1)
-        rows, cols = self.grid
-        if self.stride is not None:
-            whole(self.stride, "stride, the tokens from one row to the next,", least=cols)
-        if self.merge > 1 and (rows % self.merge or cols % self.merge or self.stride is not None):
-            raise ValueError(
-                f"Expected a grid of whole blocks of {self.merge} × {self.merge} patches, no stride, got "
-                f"grid={self.grid}, stride={self.stride}."
-            )
-        if isinstance(self.special, str) or not all(isinstance(name, str) for name in self.special):
-            raise TypeError(f"Expected special to be names of tokens, got {self.special!r}.")
-        object.__setattr__(self, "special", tuple(self.special))
-        if len(self.special) > self.first:
-            raise ValueError(
-                f"Expected at most first={self.first} special tokens before the patches, got "
-                f"{len(self.special)}: {', '.join(self.special)}."
-            )
-
-    @property
-    def keys(self) -> Tensor:
-        """The token of each patch, row by row, `[rows · cols]`."""
-        (rows, cols), m = self.grid, self.merge
-        if m == 1:
-            places = torch.arange(rows)[:, None] * (self.stride or cols) + torch.arange(cols)
-        else:
-            blocks = torch.arange(rows * cols).view(rows // m, cols // m, m, m)
-            places = blocks.transpose(1, 2).reshape(rows, cols)
-        return self.first + places.flatten()
-
-    @property
-    def class_token(self) -> int | None:
-        """The class token, None if the model has none."""
-        return self.special.index(CLASS) if CLASS in self.special else None
-
-    @property
-    def registers(self) -> tuple[int, ...]:
-        """The register tokens (Darcet et al. 2024, arXiv:2309.16588)."""
-        return tuple(n for n, name in enumerate(self.special) if name.startswith("register"))
-
-    @property
-    def stop(self) -> int:
-        """The token after the last patch."""
-        return int(self.keys[-1]) + 1
-
-    def token(self, row: int, col: int) -> int:
-        """Return the token of a patch, to use as a query or key.
-
-        Args:
-            row: The row of the patch; negative numbers count from below.
-            col: The column; negative numbers count from the right.
-
-        Returns:
-            The token.
-
-        Raises:
-            TypeError: If a number isn't an int.
-            IndexError: If there is no such patch.
-        """
-        rows, cols = self.grid
-        for name, n, size in (("row", row, rows), ("col", col, cols)):
-            if not -size <= whole(n, name, least=-(1 << 60)) < size:
-                raise IndexError(
-                    f"There is no patch ({row}, {col}): the picture has {rows} × {cols} patches."
-                )
-        return int(self.keys[row % rows * cols + col % cols])
-
-    def place(self, token: int) -> tuple[int, int] | None:
-        """Return the row and the column of the patch of a token, None if it isn't a patch.
-
-        Args:
-            token: The token.
-
-        Returns:
-            The place, or None.
-        """
-        found = (self.keys == token).nonzero().flatten().tolist()
-        return divmod(found[0], self.grid[1]) if found else None
-
-    def labels(self, tokens: Sequence[str] | int) -> list[str]:
-        """Return labels for a model's tokens, in which patches have the name `row,column`.
-
-        Args:
-            tokens: The labels of all tokens, or their number.
-
-        Returns:
-            The labels.
-
-        Raises:
-            ValueError: If there are fewer tokens than the patches need.
-        """
-        labels = [str(n) for n in range(tokens)] if isinstance(tokens, int) else list(tokens)
-        if len(labels) < self.stop:
-            raise ValueError(
-                f"Expected at least {self.stop} tokens, the last of them a patch, got {len(labels)}."
-            )
-        labels[: len(self.special)] = self.special
-        for n, token in enumerate(self.keys.tolist()):
-            labels[token] = "{},{}".format(*divmod(n, self.grid[1]))
-        return labels
-
-
-def check_grid(grid: object) -> tuple[int, int]:
-    """Return a grid as (rows, cols); raise TypeError or ValueError if it isn't two positive ints."""
-    if isinstance(grid, str) or not isinstance(grid, Sequence) or len(grid) != 2:
-        raise TypeError(f"Expected grid to be (rows, cols), the numbers of patches, got {grid!r}.")
-    return whole(grid[0], "the rows of grid", least=1), whole(grid[1], "the columns of grid", least=1)
+DISTILLATION = "distillation token"
 
 
 def find_patches(model: nn.Module, inputs: Any = None, *, batch: int = 0, picture: int = 0) -> Patches:
     """Return where the patches of a picture are among a model's tokens, from its configuration.
 
     Vision transformers of transformers (ViT, DeiT, BEiT, DINOv2 with or without registers, DINOv3, CLIP,
-    SigLIP, I-JEPA, …) and of timm, and vision-language models of transformers (LLaVA, Qwen-VL, PaliGemma,
-    Gemma 3, Pixtral, …), for which it returns the patches in the sequence of the language model. For their
-    vision part, pass that part, such as `model.vision_tower`. A recording of `observe` finds the patches of
-    each layer itself: `recording.patches()`.
+    SigLIP, I-JEPA, …), of timm and of torchvision, and vision-language models of transformers (LLaVA,
+    Qwen-VL, PaliGemma, Gemma 3, Pixtral, …), for which it returns the patches in the sequence of the language
+    model. For their vision part, pass that part, such as `model.vision_tower`. A recording of `observe` finds
+    the patches of each layer itself: `recording.patches()`.
 
     Args:
         model: The model.
@@ -197,52 +55,6 @@ def find_patches(model: nn.Module, inputs: Any = None, *, batch: int = 0, pictur
     if found is None:
         raise ValueError(f"{_name(model)} isn't a known model of pictures. {GIVE}")
     return select(found, batch, picture)
-
-
-# -- patches in the provenance of a map, as JSON data ------------------------------------------------
-
-Located = list[list[Patches]]  # the pictures of each batch entry; a single list stands for all entries
-
-
-def pack(located: Located | str) -> Any:
-    """Return patches, or the reason why there are none, as JSON data."""
-    return located if isinstance(located, str) else [list(map(asdict, pictures)) for pictures in located]
-
-
-def unpack(packed: Any) -> Located:
-    """Return patches from JSON data; raise ValueError with the reason why there are none."""
-    if packed is None:
-        raise ValueError(f"The patches of the picture aren't known. {GIVE}")
-    if isinstance(packed, str):
-        raise ValueError(packed)
-    try:
-        return [[Patches(**fields) for fields in pictures] for pictures in packed]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"The recorded patches can't be read: {error}") from None
-
-
-def select(located: Located, batch: int, picture: int) -> Patches:
-    """Return the patches of a picture; raise IndexError if there is none of this number."""
-    if len(located) > 1 and not -len(located) <= whole(batch, "batch", least=-(1 << 60)) < len(located):
-        raise IndexError(f"There is no batch entry {batch}: the model read {len(located)} sequences.")
-    pictures = located[batch if len(located) > 1 else 0]
-    if not -len(pictures) <= whole(picture, "picture", least=-(1 << 60)) < len(pictures):
-        raise IndexError(f"There is no picture {picture}: sequence {batch} has {len(pictures)} pictures.")
-    return pictures[picture]
-
-
-def common(located: Located) -> Patches:
-    """Return the first picture's patches; raise ValueError if they differ between sequences of the batch."""
-    found = select(located, 0, 0)
-    if any(pictures[:1] != [found] for pictures in located):
-        raise ValueError(
-            "Expected the picture at the same place in all sequences of the batch, got different places. "
-            "Select one: amap.only(batch=n).image(...), or give recording.patches(batch=n) as the patches."
-        )
-    return found
-
-
-# -- finding them ------------------------------------------------------------------------------------
 
 
 class Inputs(NamedTuple):
@@ -284,11 +96,14 @@ def _to_list(numbers: Any) -> list[list[int]] | None:
 
 def read_parameters(module: nn.Module) -> list[str] | None:
     """Return the names of a module's inputs, None if it doesn't read pictures as far as these say."""
-    if _is_timm(module):
+    if _is_timm(module) or _is_torchvision(module):
         return ["x"]
-    if not getattr(getattr(module, "config", None), "model_type", ""):
+    if not isinstance(getattr(getattr(module, "config", None), "model_type", None), str):
         return None
-    names = list(signature(module.forward).parameters)
+    try:
+        names = list(signature(module.forward).parameters)
+    except (TypeError, ValueError):  # it isn't written in Python
+        return None
     return names if {"pixel_values", "grid_thw"} & {*names} else None
 
 
@@ -307,11 +122,23 @@ def locate(model: nn.Module, inputs: Inputs, towers: bool = True) -> Located | N
     Raises:
         ValueError: If it is one, but its tokens aren't patches of a grid, or inputs are missing.
     """
+    try:
+        return _locate(model, inputs, towers)
+    except (AttributeError, KeyError, TypeError, IndexError) as error:  # an unusual configuration or input
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"The configuration of {_name(model)} can't be read ({reason}). {GIVE}") from error
+
+
+def _locate(model: nn.Module, inputs: Inputs, towers: bool) -> Located | None:
     if _is_timm(model):
         return [[_timm_patches(model, inputs)]]
+    if _is_torchvision(model):
+        patch, picture = _pair(model.patch_size), _pair(model.image_size)
+        grid = picture[0] // patch[0], picture[1] // patch[1]
+        return [[_whole_grid(grid, (CLASS,), picture, patch)]]
     config = getattr(model, "config", None)
     family = getattr(config, "model_type", None)
-    if config is None or family is None:
+    if config is None or not isinstance(family, str):
         return None
     if family == "timm_wrapper":
         return [[_timm_patches(model.timm_model, inputs)]] if hasattr(model, "timm_model") else None
@@ -445,6 +272,13 @@ def _pair(size: Any) -> tuple[int, int]:
 def _is_timm(module: nn.Module) -> bool:
     """Return True for a model of timm, which has patches and no configuration of transformers."""
     return type(module).__module__.startswith("timm.models") and hasattr(module, "patch_embed")
+
+
+def _is_torchvision(module: nn.Module) -> bool:
+    """Return True for torchvision's VisionTransformer, which reads pictures of one size."""
+    return type(module).__module__ == "torchvision.models.vision_transformer" and hasattr(
+        module, "patch_size"
+    )
 
 
 def _timm_patches(model: Any, inputs: Inputs) -> Patches:
@@ -605,6 +439,3 @@ def _tower_patches(model: nn.Module, vision: Any, inputs: Inputs, family: str) -
         unknown = getattr(vision, "model_type", None)
         raise ValueError(f"The vision transformer of {_name(model)} ({unknown}) isn't known. {GIVE}")
     return _vision_patches(vision, inputs)
-
-
-__all__ = ["Patches", "find_patches"]
