@@ -414,8 +414,9 @@ class AttentionMap:
         if grid is not None:
             return keys, patches.check_grid(grid)
         if not isinstance(keys, slice) or keys != slice(None):
+            given = repr(keys) if isinstance(keys, slice) else kind(keys)
             raise ValueError(
-                f"Expected grid=(rows, cols), the numbers of patches, beside keys={keys!r}, got None."
+                f"Expected grid=(rows, cols), the numbers of patches, beside keys, got {given} only."
             )
         return self._picture_keys(patches.common(patches.unpack(self.provenance.get("patches"))), None)
 

@@ -84,6 +84,8 @@ def overlay(
         raise ValueError(f'Expected scale to be "shared" or "each", got {scale!r}.')
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha <= 1:
         raise ValueError(f"Expected alpha to be from 0 to 1, got {alpha!r}.")
+    if not isinstance(label, str):
+        raise TypeError(f"Expected label to be a string, got {label!r}.")
     count, rows, cols = maps.shape
     if query is not None:
         query = _check_query(query, rows, cols)
@@ -167,7 +169,7 @@ def _check_query(query: Any, rows: int, cols: int) -> tuple[int, int]:
 
 def _read_maps(image: Any, batch: int | None) -> np.ndarray:
     """Return maps of patches as an array `[h, rows, cols]`, checked."""
-    if isinstance(image, Tensor):
+    if isinstance(image, Tensor) and not image.is_complex():
         image = image.detach().to("cpu").double().numpy()
     if not isinstance(image, np.ndarray) or image.dtype.kind not in "fiub":
         raise TypeError(f"Expected image to be a tensor of AttentionMap.image, got {kind(image)}.")
@@ -274,7 +276,11 @@ def _channels_last(array: np.ndarray, is_tensor: bool) -> np.ndarray:
 
 
 def _per_channel(numbers: Any, name: str, pixels: np.ndarray) -> np.ndarray:
-    values = np.asarray(numbers.cpu() if isinstance(numbers, Tensor) else numbers, dtype=float).reshape(-1)
+    try:
+        plain = numbers.cpu() if isinstance(numbers, Tensor) else numbers
+        values = np.asarray(plain, dtype=float).reshape(-1)
+    except (TypeError, ValueError):
+        raise TypeError(f"Expected {name} to be a number or one per channel, got {numbers!r}.") from None
     if len(values) not in (1, pixels.shape[2]) or not np.isfinite(values).all():
         raise ValueError(f"Expected {name} to be a number or {pixels.shape[2]} numbers, got {numbers!r}.")
     return values

@@ -230,9 +230,11 @@ class Recording(Mapping[Any, Any]):
                 were recorded.
             IndexError: If a query doesn't exist.
         """
+        if layers is not None and not isinstance(layers, str):
+            raise TypeError(f"Expected layers to be a part of the layers' paths, got {layers!r}.")
         names = list(self) if layers is None else paths_within(layers, self)
         if not names and layers is not None:
-            raise NoSuchLayer(f"No layer {layers!r} was recorded{close_matches(str(layers), self)}.")
+            raise NoSuchLayer(f"No layer {layers!r} was recorded{close_matches(layers, self)}.")
         return pictures.rollout_image({name: self[name] for name in names}, queries, patches)
 
     def overlay(

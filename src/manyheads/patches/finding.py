@@ -224,7 +224,9 @@ def _vision_patches(config: Any, inputs: Inputs) -> Located:
     """Return the patches of a vision transformer of transformers."""
     shape, patch = inputs.pixels, _pair(config.patch_size)
     if shape is not None and len(shape) < 4:
-        raise ValueError(f"Expected pixels [b, 3, h, w], got {list(shape)}. {GIVE}")
+        raise ValueError(
+            f"Expected pixels [b, 3, h, w], got {list(shape)}. Pass pixels[None] for one picture."
+        )
     if shape is None and getattr(config, "image_size", None) is None:
         raise ValueError(
             "The configuration has no image_size: give the model's inputs, find_patches(model, inputs)."
