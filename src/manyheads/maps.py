@@ -371,8 +371,6 @@ class AttentionMap:
         self._check_unchanged()
         b, h, t, s = self.shape
         selected, (rows, cols) = self._picture_keys(keys, grid)
-        if isinstance(keys, Patches) and keys.stop > s:
-            raise ValueError(f"Expected {keys} to be among the keys, got s = {s} keys.")
         index = _resolve(selected, s, AXES[3])
         if isinstance(index, int):
             raise TypeError(
@@ -410,6 +408,8 @@ class AttentionMap:
                 raise ValueError(
                     f"Expected either grid or Patches, which have one, got grid={grid!r} and {keys}."
                 )
+            if keys.stop > self.shape[3]:
+                raise ValueError(f"Expected {keys} to be among the keys, got s = {self.shape[3]} keys.")
             return keys.keys, keys.grid
         if grid is not None:
             return keys, patches.check_grid(grid)

@@ -85,7 +85,8 @@ class Patches:
     @property
     def stop(self) -> int:
         """The token after the last patch."""
-        return int(self.keys[-1]) + 1
+        (rows, cols), stride = self.grid, self.stride
+        return self.first + (rows * cols if stride is None else (rows - 1) * stride + cols)
 
     def token(self, row: int, col: int) -> int:
         """Return the token of a patch, to use as a query or key.

@@ -95,6 +95,8 @@ def describe_patches(
     if not pictures:
         return None
     patches = select([pictures], 0, 0)
+    if patches.stop > amap.shape[3]:
+        return None
     return {
         "grid": patches.grid,
         "keys": patches.keys.tolist(),

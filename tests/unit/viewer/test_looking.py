@@ -52,7 +52,8 @@ def test_a_picture_is_sent_with_its_patches_and_weights() -> None:
 
 
 def test_without_a_picture_or_patches_nothing_is_sent() -> None:
-    for amap, src in ((a_map(), False), (a_map("a reason"), None), (a_map([[]]), None)):
+    far = pack([[mh.Patches((1 << 30, 1 << 30))]])  # such as in a damaged file
+    for amap, src in ((a_map(), False), (a_map("a reason"), None), (a_map([[]]), None), (a_map(far), None)):
         api = Api(amap)
         try:
             answer = json.loads(api.request("patches/0/0/1").result(HANG))
