@@ -15,7 +15,7 @@ import torch
 
 import manyheads as mh
 from manyheads.patches import pack
-from manyheads.viewer import looking
+from manyheads.viewer import looking, widget
 from manyheads.viewer.api import Api
 from tests.errors import raises
 from tests.waiting import HANG
@@ -83,3 +83,12 @@ def test_a_picture_of_unknown_patches_raises() -> None:
         Api(a_map(), picture=np.full((3, 4, 4), -2.0))
     with raises(TypeError, "an int"):
         Api(a_map(), picture=3)
+
+
+def test_in_a_notebook_a_picture_is_shown_by_a_widget() -> None:
+    """A page in a frame, which small maps have otherwise, has no picture."""
+    pytest.importorskip("anywidget")
+    assert isinstance(widget.display(Api(a_map())), widget.EmbeddedPage)
+    shown = widget.display(Api(a_map(), picture=PICTURE))
+    assert not isinstance(shown, widget.EmbeddedPage)
+    shown.close()
