@@ -191,7 +191,9 @@ class Recorder:
                 self.ran = True
                 intercept.enter(self, path)
                 if inputs is not None:
-                    self._locate_patches(path, module, {**dict(zip(inputs, args, strict=False)), **kwargs})
+                    named = {**dict(zip(inputs, args, strict=False)), **kwargs}
+                    with self.lock:
+                        self._locate_patches(path, module, named)
 
         def end(running: nn.Module, args: Any, out: Any) -> None:
             intercept.leave(self, path)

@@ -17,10 +17,11 @@ class PicturePanel {
     side.prepend(this.element);
   }
 
-  // Show the picture of a head of a pane.
+  // Show the picture of a head of a pane, or draw it again if it is shown.
   async open(pane, place) {
+    if (this.pane === pane && JSON.stringify(this.place) === JSON.stringify(place)) return this.draw(), this.update();
     this.close();
-    Object.assign(this, { pane, place, patches: null, image: null, weights: null, address: null });
+    Object.assign(this, { pane, place, patches: null, image: null, weights: null, query: null, address: undefined });
     const { run, layer, batch } = place;
     try {
       const patches = await this.app.load(`patches/${run}/${layer}/${batch}`);
