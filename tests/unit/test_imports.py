@@ -309,7 +309,7 @@ def test_importing_manyheads_prints_nothing_and_changes_nothing() -> None:
 PUBLIC = """
     attention attention_with_map AttentionMap explain Cache MultiHeadAttention SelfAttention CrossAttention
     Full Causal Window Prefix Documents Lengths Diagonal Keys SameToken AfterSameToken Keep Drop Rule Mask
-    ALiBi Relative Dense Sinusoidal Rotary measures observe open_run TokenizedText
+    ALiBi Relative Dense Sinusoidal Rotary measures observe open_run TokenizedText Patches find_patches
 """
 
 

@@ -417,7 +417,7 @@ def _check_one_picture(model: nn.Module, token: int | None, inputs: Inputs) -> N
     if count is None and inputs.pixels is not None and len(inputs.pixels) == 5:
         count = inputs.pixels[0]
     assert ids is not None
-    is_image = torch.nn.functional.pad(ids == token, (1, 0))
+    is_image = torch.nn.functional.pad(torch.eq(ids, -1 if token is None else token), (1, 0))
     runs = (is_image[:, 1:] & ~is_image[:, :-1]).sum(1)  # [b], the runs of image tokens
     if (count is not None and count > len(ids)) or int(runs.max()) > 1:
         raise ValueError(
