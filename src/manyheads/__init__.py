@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from manyheads.observe import observe as observe
     from manyheads.observe import open_run as open_run
     from manyheads.onnx import from_onnx_attention as from_onnx_attention
+    from manyheads.patches import Patches as Patches
+    from manyheads.patches import find_patches as find_patches
     from manyheads.positions import Rotary as Rotary
     from manyheads.positions import Sinusoidal as Sinusoidal
     from manyheads.tokens import TokenizedText as TokenizedText
@@ -62,6 +64,7 @@ _MODULES = {
                   "Lengths", "Mask", "Prefix", "Rule", "SameToken", "Window"],
         "observe": ["observe", "open_run"],
         "onnx": ["from_onnx_attention"],
+        "patches": ["Patches", "find_patches"],
         "positions": ["Rotary", "Sinusoidal"],
         "tokens": ["TokenizedText"],
     }.items()

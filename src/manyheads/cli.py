@@ -243,6 +243,9 @@ def show(
       # Compare two recordings
       manyheads view run.safetensors other.safetensors
 
+      # Show what a query attends to in the picture that a vision transformer read
+      manyheads view run.safetensors --picture cat.png
+
       # Write one head to a page that opens without manyheads
       manyheads view run.safetensors --export page.html --layer 2 --head 5
     """,
@@ -256,6 +259,9 @@ def view(
             help="Saved maps, of manyheads show --save or Recording.save. Several files are compared.",
         ),
     ],
+    picture: Annotated[
+        Path | None, option("PICTURE", "The picture that a vision transformer read, to show beside its maps.")
+    ] = None,
     port: Annotated[int, option("N", "Port to listen on (0 picks a free one).")] = 0,
     browser: Annotated[bool, flag("--open/--no-open", "Print the link instead of opening a browser.")] = True,
     export: Annotated[
@@ -281,9 +287,11 @@ def view(
         raise ValueError(
             "Expected --layer, --head, --full and --yes with --export only: the viewer shows every head."
         )
+    if export is not None and picture is not None:
+        raise ValueError("Expected --picture without --export: an exported page has no picture.")
     if export is None:
         viewer.require_server()  # before files are read
-        serve(Api(*runs), port, browser)
+        serve(Api(*runs, picture=picture), port, browser)
         return
     from manyheads.storage import file_for
     from manyheads.viewer.export import plan_export

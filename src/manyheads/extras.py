@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 
-def view(*sources: Any, port: int = 0, browser: bool = True) -> Any:
+def view(*sources: Any, picture: Any = None, port: int = 0, browser: bool = True) -> Any:
     """Show recordings or maps in the interactive viewer, as `manyheads.viewer.view` describes."""
     from manyheads import viewer
 
-    return viewer.view(*sources, port=port, browser=browser)
+    return viewer.view(*sources, picture=picture, port=port, browser=browser)
 
 
 def missing(use: str, package: str | None, extra: str) -> ImportError:

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyheads import extras, kernels, scores, statistics, storage
+from manyheads import extras, kernels, patches, scores, statistics, storage
 from manyheads.masks import AtPositions, Lengths, Mask, Rule, look_up_positions
+from manyheads.patches import Patches
 from manyheads.problem import Problem, Rows
 from manyheads.shapes import DTYPES, amount, kind, most_bytes, sizes
 from manyheads.statistics import Reduction, TopKeys
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import xarray
 
 AXES = (("batch entry", "b"), ("head", "h"), ("query", "t"), ("key", "s"))
+STEP = 1 << 24  # the most weights that `image` computes at a time
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -189,6 +191,9 @@ class AttentionMap:
         problem = self.problem.only(b, h)
         lse = self.lse[b][:, h] if self._keeps_lse(problem) else None
         provenance = {**self.provenance, "heads": [self.heads[n] for n in h]}
+        located = provenance.get("patches")
+        if isinstance(located, list) and len(located) > 1:  # a list for each batch entry
+            provenance["patches"] = [located[n] for n in b]
         shape, value_norm = self.problem.shape, self.value_norm
         if value_norm is not None:
             value_norm = value_norm[b][:, [n // (shape.h // shape.g) for n in h]]  # the key head of each head
@@ -428,6 +433,109 @@ class AttentionMap:
             )
         check_page("CircuitsVis", h * t * s, max_bytes)
         return {"attention": amap[0].cpu(), "tokens": text_labels(amap.tokens, t)}
+
+    # -- pictures ----------------------------------------------------------------------------------
+
+    def image(
+        self,
+        queries: int | Sequence[int] | slice | Tensor,
+        keys: Sequence[int] | slice | Tensor | Patches = slice(None),
+        grid: tuple[int, int] | None = None,
+        *,
+        max_bytes: float = 2**31,
+    ) -> Tensor:
+        """Return what queries attend to in a picture: their weights on its patches, in rows and columns.
+
+            amap.image(0, keys=slice(1, None), grid=(14, 14))  # the class token of a ViT-B/16
+            amap.image(0)  # the same, of a recorded model whose patches are known
+
+        Only these weights are computed, so a query takes O(L) memory. They are as in `amap[...]`: those on
+        patches sum to less than 1 if the query attends to other tokens too.
+
+        Args:
+            queries: A query as an int; several as a list, a slice or a tensor of integers.
+            keys: The keys of the patches, row by row; or `Patches`, which have the grid too. Default: the
+                patches that `observe` found (see `patches`) if grid is None, else all keys.
+            grid: The numbers of rows and columns of patches, None if keys are `Patches`.
+            max_bytes: The largest allowed size of the result.
+
+        Returns:
+            The weights `[b, h, rows, cols]`, or `[b, h, n, rows, cols]` for several queries.
+
+        Raises:
+            IndexError: If a query or key doesn't exist.
+            TypeError: If an argument has the wrong type.
+            ValueError: If the keys aren't rows × cols, the patches aren't known, or the result would take
+                more than max_bytes.
+        """
+        self._check_unchanged()
+        b, h, t, s = self.shape
+        selected, (rows, cols) = self._picture_keys(keys, grid)
+        index = _resolve(selected, s, AXES[3])
+        if isinstance(index, int):
+            raise TypeError(
+                f"Expected keys to be those of {rows} × {cols} patches, got the key {selected!r}."
+            )
+        count = len(range(s)[index]) if isinstance(index, slice) else len(index)
+        if count != rows * cols:
+            surplus = count - rows * cols
+            hint = (
+                f" If the patches are the last keys, use keys=slice({surplus}, None)." if surplus > 0 else ""
+            )
+            raise ValueError(
+                f"Expected {rows * cols} keys for grid=({rows}, {cols}), got {count} of s = {s} keys.{hint}"
+            )
+        chosen = _resolve(queries, t, AXES[2])
+        if isinstance(chosen, int):
+            return self[:, :, chosen, index].unflatten(-1, (rows, cols))  # [b, h, rows, cols]
+        numbers = torch.arange(t)[chosen]  # [n]
+        size = b * h * len(numbers) * count * self.problem.dtype.itemsize
+        if size > most_bytes(max_bytes):
+            raise ValueError(
+                f"The images of {len(numbers)} queries would take {size / 1e9:.3g} GB, and max_bytes is "
+                f"{max_bytes / 1e9:.3g} GB. Select fewer queries or heads (amap.only), or raise max_bytes."
+            )
+        images = self.problem.q.new_empty(b, h, len(numbers), count, dtype=self.problem.dtype)
+        step = max(1, STEP // max(1, b * h * count))
+        for start in range(0, len(numbers), step):
+            images[:, :, start : start + step] = self[:, :, numbers[start : start + step], index]
+        return images.unflatten(-1, (rows, cols))  # [b, h, n, rows, cols]
+
+    def _picture_keys(self, keys: Any, grid: Any) -> tuple[Any, tuple[int, int]]:
+        """Return the keys and the grid of the arguments of `image`."""
+        if isinstance(keys, Patches):
+            if grid is not None:
+                raise ValueError(
+                    f"Expected either grid or Patches, which have one, got grid={grid!r} and {keys}."
+                )
+            if keys.stop > self.shape[3]:
+                raise ValueError(f"Expected {keys} to be among the keys, got s = {self.shape[3]} keys.")
+            return keys.keys, keys.grid
+        if grid is not None:
+            return keys, patches.check_grid(grid)
+        if not isinstance(keys, slice) or keys != slice(None):
+            given = repr(keys) if isinstance(keys, slice) else kind(keys)
+            raise ValueError(
+                f"Expected grid=(rows, cols), the numbers of patches, beside keys, got {given} only."
+            )
+        return self._picture_keys(patches.common(patches.unpack(self.provenance.get("patches"))), None)
+
+    def patches(self, batch: int = 0, picture: int = 0) -> Patches:
+        """Return where the patches of a picture are among the keys, as `observe` found them.
+
+        Args:
+            batch: The batch entry.
+            picture: The number of the picture in the sequence.
+
+        Returns:
+            The patches.
+
+        Raises:
+            ValueError: If they aren't known; the message says why, and what to give to `image` instead.
+            IndexError: If there is no such batch entry or picture.
+        """
+        _resolve(batch, self.shape[0], AXES[0])  # raises IndexError
+        return patches.select(patches.unpack(self.provenance.get("patches")), batch, picture)
 
     # -- statistics --------------------------------------------------------------------------------
 
@@ -696,13 +804,15 @@ class AttentionMap:
 
     # -- viewer and files --------------------------------------------------------------------------
 
-    def view(self, *others: Any, port: int = 0, browser: bool = True) -> Any:
+    def view(self, *others: Any, picture: Any = None, port: int = 0, browser: bool = True) -> Any:
         """Show the map in a browser, or in this notebook: from whole heads to single weights.
 
         In a script, `view().wait()` keeps the viewer running until it is interrupted.
 
         Args:
             *others: More maps, recordings or files, to compare side by side.
+            picture: The picture that the model read, as in `figures.overlay`, to show what a query attends to
+                in it; a list has one for each batch entry.
             port: The port to listen on (0 picks a free one).
             browser: Whether to open a browser.
 
@@ -715,7 +825,7 @@ class AttentionMap:
             OSError: If the port is in use.
         """
         self._check_unchanged()
-        return extras.view(self, *others, port=port, browser=browser)
+        return extras.view(self, *others, picture=picture, port=port, browser=browser)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the map, its tokens and provenance into a safetensors file (see docs/format.md).

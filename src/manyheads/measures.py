@@ -208,17 +208,7 @@ def rollout(maps: Sequence[AttentionMap], rows: int | Sequence[int] | slice | Te
         ValueError: If maps are empty or of different lengths, or rows is None.
         IndexError: If a row is out of range.
     """
-    if isinstance(maps, AttentionMap) or not isinstance(maps, Sequence):
-        raise TypeError(f"Expected a list of AttentionMaps for rollout, one per layer, got {kind(maps)}.")
-    if not maps:
-        raise ValueError("Expected a list of AttentionMaps for rollout, one per layer, got an empty one.")
-    b, _, t, s = _check_map(maps[0]).shape
-    for amap in map(_check_map, maps):
-        if amap.shape[0] != b or amap.shape[2:] != (t, t) or not amap.shape[1]:
-            raise ValueError(
-                f"Expected layers of one sequence for rollout, [b, h, t, t] with b = {b}, t = {t} and heads, "
-                f"got {list(amap.shape)}."
-            )
+    b, t = _check_layers(maps)
     if rows is None:
         raise ValueError(
             "Expected the rows of rollout, e.g. rows=-1 or rows=[0, 5], got None: all rows are a dense "
@@ -227,9 +217,57 @@ def rollout(maps: Sequence[AttentionMap], rows: int | Sequence[int] | slice | Te
     if isinstance(rows, bool | float | str):
         raise TypeError(f"Expected rows to be positions, e.g. rows=-1 or rows=[0, 5], got {rows!r}.")
     chosen = resolve_rows(rows, t)
-    share = torch.zeros(b, len(chosen), s, dtype=maps[0].problem.dtype, device=maps[0].problem.q.device)
+    share = maps[0].lse.new_zeros(b, len(chosen), t)
     share[:, torch.arange(len(chosen)), chosen] = 1.0  # [b, r, s]
+    share = _propagate(maps, share)
+    return share[:, 0] if isinstance(rows, int) else share
+
+
+def rollout_mean(
+    maps: Sequence[AttentionMap], rows: int | Sequence[int] | slice | Tensor = slice(None)
+) -> Tensor:
+    """Return the mean over some positions of `rollout`, in the memory and time of a single position.
+
+    Args:
+        maps: The map of each layer, as in `rollout`.
+        rows: The positions, all by default.
+
+    Returns:
+        The shares `[b, s]`, between 0 and 1.
+
+    Raises:
+        TypeError: If maps aren't maps, or rows isn't an index.
+        ValueError: If maps are empty or of different lengths, or rows select no position.
+        IndexError: If a row is out of range.
+    """
+    b, t = _check_layers(maps)
+    chosen = resolve_rows(rows, t)
+    if not chosen:
+        raise ValueError(f"Expected at least one position to average over, got rows={rows!r}.")
+    counts = torch.bincount(torch.tensor(chosen), minlength=t) / len(chosen)
+    share = counts.to(maps[0].lse).expand(b, 1, t)  # [b, 1, s]
+    return _propagate(maps, share)[:, 0]
+
+
+def _check_layers(maps: Sequence[AttentionMap]) -> tuple[int, int]:
+    """Return b and t of the layers of a rollout, checked."""
+    if isinstance(maps, AttentionMap) or not isinstance(maps, Sequence):
+        raise TypeError(f"Expected a list of AttentionMaps for rollout, one per layer, got {kind(maps)}.")
+    if not maps:
+        raise ValueError("Expected a list of AttentionMaps for rollout, one per layer, got an empty one.")
+    b, _, t, _ = _check_map(maps[0]).shape
+    for amap in map(_check_map, maps):
+        if amap.shape[0] != b or amap.shape[2:] != (t, t) or not amap.shape[1]:
+            raise ValueError(
+                f"Expected layers of one sequence for rollout, [b, h, t, t] with b = {b}, t = {t} and heads, "
+                f"got {list(amap.shape)}."
+            )
+    return b, t
+
+
+def _propagate(maps: Sequence[AttentionMap], share: Tensor) -> Tensor:
+    """Return shares `[b, r, s]` of positions of the output as shares of positions of the input."""
     for amap in reversed(maps):
         amap._check_unchanged()
         share = (share + statistics.mix_heads(amap.problem, amap.lse, share)) / 2
-    return share[:, 0] if isinstance(rows, int) else share
+    return share

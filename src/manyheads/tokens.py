@@ -261,6 +261,19 @@ class TokenizedText(Sequence[str]):
             return None
         return printable("".join(self.pieces[m] for m in self.words[n]))
 
+    def find(self, word: str) -> list[range]:
+        """Return the tokens of each occurrence of a word.
+
+        Args:
+            word: The word as it is displayed, of one or several tokens, or the label of a token.
+
+        Returns:
+            The tokens of each occurrence, in order.
+        """
+        starts = [n for n in range(len(self)) if n == self.words[n][0]]
+        named = [self.words[n] for n in starts if (self.word(n) or self[n]) == word]
+        return named or [unit for n, unit in enumerate(self.units) if n == unit[0] and self[n] == word]
+
     @cached_property
     def _specials(self) -> frozenset[int]:
         return frozenset(self.special)

@@ -21,7 +21,7 @@ ROOT = Path(manyheads.__file__).parent
 # layer. An entry is a module, or a package with everything in it.
 LAYERS = (
     ("startup", "shapes", "tokens", "trees", "extras"),
-    ("layouts", "masks", "biases", "positions"),
+    ("layouts", "patches", "masks", "biases", "positions"),
     ("problem", "scores"),
     ("kernels",),
     ("storage", "statistics", "maps", "measures", "warping", "alignment", "highlights", "cache", "bridges"),
@@ -310,6 +310,7 @@ PUBLIC = """
     attention attention_with_map AttentionMap explain Cache MultiHeadAttention SelfAttention CrossAttention
     Full Causal Window Prefix Documents Lengths Diagonal Keys SameToken AfterSameToken Keep Drop Rule Mask
     ALiBi Relative Dense Sinusoidal Rotary measures observe open_run TokenizedText from_onnx_attention
+    ALiBi Relative Dense Sinusoidal Rotary measures observe open_run TokenizedText Patches find_patches
 """
 
 

@@ -7,6 +7,7 @@
     figure = figures.entropy(maps)                   # the entropy of each head, layer by layer
     figure = figures.measures(rows, by="induction")  # head scores as a sorted table
     figure = figures.difference(want, got)           # two maps that should be equal
+    figure = figures.overlay(picture, image)         # what heads attend to in a picture
     figure = figures.curves(pe, [0, 1, 6, 7])        # positional encodings
     figure = figures.cache_costs(costs)              # what policies of a cache drop and cost
     figure = figures.alignment(recording.align())    # when each token of a transcript is spoken
@@ -38,6 +39,7 @@ from manyheads.figures.cells import AxisLabels, Labels, Layers, Panel, Visible, 
 from manyheads.figures.difference import difference
 from manyheads.figures.fonts import legible
 from manyheads.figures.heatmaps import MOST, WEIGHT, Picture, Strip
+from manyheads.figures.overlays import overlay
 from manyheads.figures.positions import curves, image
 from manyheads.maps import AttentionMap
 from manyheads.measures import UNITS
@@ -57,6 +59,7 @@ __all__ = [
     "head",
     "image",
     "measures",
+    "overlay",
     "received",
     "visible",
 ]

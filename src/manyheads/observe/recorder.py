@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from manyheads import patches
 from manyheads.maps import AttentionMap
 from manyheads.observe import fastpath, intercept, transformers
 from manyheads.observe.recording import Recording, close_matches, paths_within
 from manyheads.observe.summaries import Reduced
+from manyheads.patches import finding
 from manyheads.problem import Problem
 from manyheads.shapes import amount, whole
 
@@ -41,6 +43,10 @@ class Recorder:
     active: int = 0  # number of observed modules that are running, on all threads
     strays: int = 0  # number of attention calls on threads without a running module
     end_hooks: list[Any] = field(default_factory=list)
+    located: dict[str, patches.Located | str] = field(
+        default_factory=dict
+    )  # or why there are none, by module
+    pixels: tuple[int, ...] | None = None  # the shape of the last pixels that a module read
     lock: Any = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
@@ -97,7 +103,7 @@ class Recorder:
                 # Copy q and k, because a model may overwrite them, as a static KV cache does. Tensors in
                 # inference mode have no version counter by which this could be detected.
                 problem = replace(problem, q=problem.q.clone(), k=problem.k.clone())
-            provenance = {"model": type(self.model).__name__, "layer": path}
+            provenance = {"model": type(self.model).__name__, "layer": path, **self._patches(path, problem)}
             value_norm = _value_norm(problem.v) if self.keep is None and words is None else None
             amap = AttentionMap.of(problem, lse, provenance=provenance, value_norm=value_norm)
             amap = amap if self.heads is None else amap.only(heads=self.heads)
@@ -121,6 +127,40 @@ class Recorder:
                 f"max_bytes is {amount(self.max_bytes)}. Record fewer layers= or heads=, or use "
                 'dtype=torch.float16 or keep="statistics".'
             )
+
+    def _patches(self, path: str, problem: Problem) -> dict[str, Any]:
+        """Return the provenance of patches: those that the innermost module around a layer has located."""
+        owner = max((name for name in self.located if is_within(path, name)), key=len, default=None)
+        if owner is None:
+            return {}
+        located = self.located[owner]
+        if not isinstance(located, str):
+            stop = max((each.stop for pictures in located for each in pictures), default=0)
+            fits = len(located) in (1, problem.shape.b) and 0 < stop <= problem.shape.s
+            if not fits:  # another sequence than that of the patches
+                return {}
+        return {"patches": patches.pack(located)}
+
+    def _locate_patches(self, path: str, module: nn.Module, named: dict[str, Any]) -> None:
+        """Find the patches of the picture that a module reads, if it is a known model of pictures."""
+        try:
+            inputs = finding.Inputs.of(named)
+        except (AttributeError, TypeError, ValueError) as error:  # they aren't those of transformers' models
+            self.located[path] = f"The inputs of {self._name(path)} can't be read: {error}."
+            return
+        if inputs.pixels is not None:
+            self.pixels = inputs.pixels
+        elif inputs.grids is None:
+            if inputs.ids is None or inputs.earlier:
+                return  # a part of a model, or a later step of a generation
+            inputs = inputs._replace(pixels=self.pixels)  # `generate` has encoded the pictures before
+        try:
+            located = finding.locate(module, inputs, towers=False)
+        except ValueError as error:
+            self.located[path] = str(error)
+        else:
+            unknown = f"{self._name(path)} isn't a known model of pictures. {patches.places.GIVE}"
+            self.located[path] = unknown if located is None else located
 
     def note_softmax(self, path: str, scores: Tensor) -> None:
         """Note a softmax outside of attention calls if its input may be scores `[b, h, t, s]`."""
@@ -148,6 +188,7 @@ class Recorder:
 
     def _hooks(self, path: str, module: nn.Module) -> Iterable[Any]:
         has_fastpath = fastpath.has_fastpath(module)
+        inputs = finding.read_parameters(module)  # None if it doesn't read pictures
 
         def begin(running: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             # A deep copy of the model has the same hooks but isn't observed. A replica of DataParallel is.
@@ -160,6 +201,10 @@ class Recorder:
                 intercept.enter(self, path)
                 if self.recording.words is not None:
                     self.recording.words.enter(path, module, args, kwargs)
+                if inputs is not None:
+                    named = {**dict(zip(inputs, args, strict=False)), **kwargs}
+                    with self.lock:
+                        self._locate_patches(path, module, named)
 
         def end(running: nn.Module, args: Any, out: Any) -> None:
             intercept.leave(self, path)
@@ -263,6 +308,11 @@ def _value_norm(v: Tensor) -> Tensor | None:
         return None
     dtype = v.dtype if v.dtype == torch.float64 else torch.float32  # the sum would overflow in float16
     return torch.linalg.vector_norm(v, dim=-1, dtype=dtype).float()
+
+
+def is_within(path: str, owner: str) -> bool:
+    """Return True if a module is another one or a part of it."""
+    return not owner or path == owner or path.startswith(f"{owner}.")
 
 
 def _is_named_like_attention(module: nn.Module) -> bool:

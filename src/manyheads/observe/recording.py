@@ -14,11 +14,13 @@ from torch import Tensor
 from manyheads import alignment, extras, storage
 from manyheads.alignment import Alignment, AlignmentHead
 from manyheads.maps import AttentionMap, check_page, text_labels
+from manyheads.observe import pictures
 from manyheads.observe.crossattention import cross_layers, is_self, last_sequence
 from manyheads.observe.generation import checksums, join, reached_keys
 from manyheads.observe.summaries import Call, Reduced
 from manyheads.observe.table import Table
 from manyheads.observe.words import WordImages, WordMaps
+from manyheads.patches import Patches, select, unpack
 from manyheads.shapes import amount, kind, real, whole
 
 if TYPE_CHECKING:
@@ -498,6 +500,120 @@ class Recording(Mapping[Any, Any]):
             return 0
         return whole(batch, "batch", most=b - 1)
 
+    # -- pictures ----------------------------------------------------------------------------------
+
+    def patches(self, layer: str | int | None = None, *, batch: int = 0, picture: int = 0) -> Patches:
+        """Return where the patches of a picture are among the keys of a layer.
+
+        They are found while a model runs, as by `find_patches`: each layer of a vision-language model has
+        those of its part, the vision transformer or the language model.
+
+        Args:
+            layer: The layer, as in `recording[layer]`. Default: the last one with patches.
+            batch: The batch entry.
+            picture: The number of the picture in the sequence.
+
+        Returns:
+            The patches.
+
+        Raises:
+            NoSuchLayer: If there is no such layer.
+            ValueError: If the patches aren't known; the message says why, and what to give instead.
+            IndexError: If there is no such batch entry or picture.
+        """
+        call = self[self._picture_layer() if layer is None else layer]
+        located = unpack(call.provenance.get("patches"))
+        if not -call.shape[0] <= whole(batch, "batch", least=-(1 << 60)) < call.shape[0]:
+            raise IndexError(f"There is no batch entry {batch}: the layer has {call.shape[0]} sequences.")
+        return select(located, batch, picture)
+
+    def _picture_layer(self) -> str:
+        """Return the last layer whose patches are known, or the last layer if there is no such layer."""
+        if not self._calls:
+            raise ValueError("Nothing was recorded, so there are no patches.")
+        known = [name for name in self if isinstance(self[name].provenance.get("patches"), list)]
+        return (known or list(self))[-1]
+
+    def rollout_image(
+        self,
+        queries: int | Sequence[int] | slice | Tensor | None = None,
+        *,
+        layers: str | None = None,
+        patches: Patches | None = None,
+    ) -> Tensor:
+        """Return how much each patch contributes to some tokens of the last layer, over all layers.
+
+        This is attention rollout (Abnar & Zuidema 2020, arXiv:2005.00928; see `measures.rollout`): the
+        product of the layers' weights, averaged over heads, with half of each layer passed on by the
+        residual connection. Layers with as many queries as keys take part, the last call of each; an
+        attention pooling head, as in SigLIP, doesn't. It takes O(L) memory.
+
+        Args:
+            queries: The tokens, of which the mean is returned. Default: the class token, or all tokens if the
+                model has none.
+            layers: A part of the paths of the layers, for a model with several parts: "vision_tower" or
+                "language_model". Default: all layers with patches.
+            patches: The patches, if they aren't found.
+
+        Returns:
+            The shares `[b, rows, cols]`, between 0 and 1. They sum to less than 1 if the queries also depend
+            on tokens that aren't patches.
+
+        Raises:
+            ValueError: If the patches aren't known or differ between layers or sequences, or only statistics
+                were recorded.
+            IndexError: If a query doesn't exist.
+        """
+        if layers is not None and not isinstance(layers, str):
+            raise TypeError(f"Expected layers to be a part of the layers' paths, got {layers!r}.")
+        names = list(self) if layers is None else paths_within(layers, self)
+        if not names and layers is not None:
+            raise NoSuchLayer(f"No layer {layers!r} was recorded{close_matches(layers, self)}.")
+        return pictures.rollout_image({name: self[name] for name in names}, queries, patches)
+
+    def overlay(
+        self,
+        picture: Any,
+        query: int | tuple[int, int] | str | None = None,
+        *,
+        layer: str | int | None = None,
+        batch: int = 0,
+        number: int = 0,
+        **options: Any,
+    ) -> Figure:
+        """Draw what a query attends to over the picture, a panel for each head.
+
+            recording.overlay(picture)  # the class token
+            recording.overlay(picture, (4, 7))  # the patch in row 4, column 7
+            recording.overlay(picture, "dog")  # a word of a labelled recording of a vision-language model
+
+        Args:
+            picture: The picture, as in `figures.overlay`.
+            query: A patch (row, column), a token's number, or a word of the labels (the mean of its tokens).
+                Default: the class token, or the only query of a pooling head.
+            layer: The layer, as in `recording[layer]`. Default: the last one with patches.
+            batch: The batch entry.
+            number: The number of the picture in the sequence.
+            **options: The options of `figures.overlay`.
+
+        Returns:
+            The figure.
+
+        Raises:
+            ValueError: If the patches aren't known, or the query isn't one token or word.
+            IndexError: If the query doesn't exist.
+        """
+        from manyheads import figures  # this imports matplotlib
+
+        name = self._picture_layer() if layer is None else self._find(layer)
+        patches = self.patches(name, batch=batch, picture=number)
+        amap = pictures.check_map(name, self[name]).only(batch=batch)
+        rows, query_name, place = pictures.resolve_query(amap, patches, query)
+        image = amap.image(rows, patches).mean(2)[0]  # [h, rows, cols]
+        options.setdefault("title", f"{name}, {query_name}")
+        options.setdefault("titles", [f"head {head}" for head in amap.heads])
+        return figures.overlay(picture, image, query=place, **options)
+
     # -- figures, viewer, files --------------------------------------------------------------------
 
     def plot(self, **options: Any) -> Figure:
@@ -526,13 +642,15 @@ class Recording(Mapping[Any, Any]):
             maps[name] = call
         return figures.grid(maps, **options)
 
-    def view(self, *others: Any, port: int = 0, browser: bool = True) -> Any:
+    def view(self, *others: Any, picture: Any = None, port: int = 0, browser: bool = True) -> Any:
         """Show every layer and head in a browser, or in this notebook, down to single weights.
 
         In a script, use `recording.view().wait()`, which keeps the server running until you interrupt it.
 
         Args:
             *others: More recordings, maps or files, to compare side by side.
+            picture: The picture that the model read, as in `figures.overlay`, to show what a query attends to
+                in it; a list has one for each batch entry.
             port: Port to listen on (0 picks a free one).
             browser: If True, open a browser.
 
@@ -543,7 +661,7 @@ class Recording(Mapping[Any, Any]):
             TypeError, ValueError: If `others` can't be shown, or nothing was recorded.
             OSError: If the port is in use.
         """
-        return extras.view(self, *others, port=port, browser=browser)
+        return extras.view(self, *others, picture=picture, port=port, browser=browser)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the recording in a safetensors file that `manyheads.open_run` reads (docs/format.md).

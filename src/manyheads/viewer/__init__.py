@@ -6,6 +6,7 @@ api      the data: the response to every address that a page requests
 assets   the page and its scripts
 server   the viewer over HTTP, accessible from this machine only
 export   the viewer as a file
+looking  the picture beside the matrix
 widget   the viewer in a notebook, over the notebook's connection to its kernel
 """
 
@@ -28,11 +29,13 @@ def require_server() -> type[Server]:
     return Server
 
 
-def view(*sources: Any, port: int = 0, browser: bool = True) -> Any:
+def view(*sources: Any, picture: Any = None, port: int = 0, browser: bool = True) -> Any:
     """Show recorded attention or maps in a browser, or below the cell in a notebook.
 
     Args:
         *sources: Recordings, AttentionMaps or paths of files of either; several to compare.
+        picture: The picture that the model read, as in `figures.overlay`, or the path of its file; a list has
+            one for each batch entry. It is shown beside the maps of layers whose patches are known.
         port: Port to listen on (0 picks a free one). Not used in notebooks.
         browser: Whether to open a browser. If not, the link is printed.
 
@@ -48,7 +51,7 @@ def view(*sources: Any, port: int = 0, browser: bool = True) -> Any:
     from manyheads.viewer import widget
     from manyheads.viewer.api import Api
 
-    api = Api(*sources)
+    api = Api(*sources, picture=picture)
     if widget.in_notebook():
         return widget.display(api)
     server = require_server()(api, port)

@@ -14,6 +14,9 @@
     row/RUN/LAYER/HEADS/I/BATCH              a query's weights, averaged over heads ("0,3" or "all"), JSON
     column/RUN/LAYER/HEADS/J/BATCH           a key's weights, likewise
     profile/RUN/LAYER/HEAD/I/BATCH           a query's weights pooled to a chart, and the largest, JSON
+    patches/RUN/LAYER/BATCH                  where the patches of a picture are among the keys, and the
+                                             picture (`looking.describe_patches`), or null; JSON
+    image/RUN/LAYER/HEAD/I/BATCH             a query's weights on the patches, row by row, JSON
     explain/RUN/LAYER/HEAD/I/J/BATCH         the steps from q·k to a weight, JSON (see explain.py)
     largest/RUN/LAYER/HEAD/RANK/BATCH        the weight with RANK larger ones in its head: "query", "key" and
                                              "weight", null if there is none or before a "complete" scan; JSON
@@ -65,7 +68,7 @@ from manyheads.observe.summaries import Call, Reduced
 from manyheads.observe.table import COLUMNS
 from manyheads.shapes import kind
 from manyheads.tokens import TokenizedText
-from manyheads.viewer import findings, pictures
+from manyheads.viewer import findings, looking, pictures
 from manyheads.viewer.explain import explain_weight, profile_row
 from manyheads.viewer.head_scores import head_scores
 from manyheads.viewer.largest import Weight
@@ -143,6 +146,7 @@ class ViewedRun:
         self, title: str, layers: list[Layer], provenance: Mapping[str, Any], path: Path | None = None
     ) -> None:
         self.title, self.layers, self.provenance, self.path = title, layers, provenance, path
+        self.pictures: list[str] = []  # the URL of the picture of each batch entry
         self._stamp = _stamp(path)
 
     @classmethod
@@ -263,16 +267,19 @@ class Api:
 
     Args:
         *sources: Recordings, maps or paths of files, at least one.
+        picture: The picture that the models read, or a list of one for each batch entry.
 
     Raises:
-        ValueError: If there is no source.
+        ValueError: If there is no source, or the patches of a picture aren't known.
     """
 
-    def __init__(self, *sources: Any) -> None:
+    def __init__(self, *sources: Any, picture: Any = None) -> None:
         if not sources:
             raise ValueError("Expected a Recording, an AttentionMap or a path, got nothing to show.")
         self.runs = [x if isinstance(x, ViewedRun) else ViewedRun.of(x) for x in sources]
         _distinguish(self.runs)
+        if picture is not None:
+            looking.set_picture(self.runs, picture)
         self.worker = Worker()
         # With `min`, the two heads that a page compares are cached however large they are. Otherwise the scan
         # of each would evict the other.
@@ -290,6 +297,8 @@ class Api:
             "column": (partial(self._line, "key"), URGENT),
             "profile": (self._profile, URGENT),
             "explain": (self._explain, URGENT),
+            "patches": (self._patches, URGENT),
+            "image": (self._image, URGENT),
             "largest": (self._largest, URGENT),
             "block": (self._block, NORMAL),
             "heads": (self._heads, URGENT),
@@ -496,6 +505,17 @@ class Api:
         largest = [[n, weight] for n, weight in pairs if weight]
         return json.dumps({"first": start, "weights": weights[start : start + LINE].tolist(), "top": largest})
 
+    def _patches(self, run: str, number: str, batch: str) -> str:
+        layer, b = self._layer(run, number, batch)
+        return json.dumps(
+            looking.describe_patches(self._run(run), layer.map, first_position(layer.call, b), b)
+        )
+
+    def _image(self, run: str, number: str, head: str, index: str, batch: str) -> str:
+        layer, b = self._layer(run, number, batch)
+        amap = layer.map.only(b, parse_index(head, layer.map.shape[1], "head"))
+        return json.dumps(amap.image(parse_index(index, amap.shape[2], "query")).flatten().tolist())
+
     def _block(
         self, run: str, number: str, heads: str, i0: str, i1: str, j0: str, j1: str, batch: str
     ) -> Steps:
@@ -696,6 +716,7 @@ def _describe(layer: Layer) -> dict[str, Any]:
         "shifts": level_shifts(*call.shape[2:]),
         "mask": "no mask" if mask is None else str(mask),
         "has_weights": layer.has_weights,
+        "has_patches": layer.has_weights and isinstance(call.provenance.get("patches"), list),
         "finest": layer.finest,
     }
 

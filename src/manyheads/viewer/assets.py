@@ -11,7 +11,7 @@ from importlib import resources
 D3 = ("color", "dispatch", "timer", "interpolate", "selection", "ease", "drag", "transition", "zoom")
 BASICS = ("numbers", "colorbar", "clients", "themes", "tiles", "tokens", "pages", "state", "linked", "heads")
 MATRIX = ("geometry", "gestures", "rulers", "strips", "minimap", "difference", "exact")
-HEAD = (*MATRIX, "panel", "explain", "headpane", "saving", "headpage")
+HEAD = (*MATRIX, "panel", "picture", "explain", "headpane", "saving", "headpage")
 OVERVIEW = ("thumbnails", "groups", "scores", "preview", "overview")
 SCRIPTS = (*BASICS, *HEAD, *OVERVIEW, "text", "lines", "search", "drawer", "app")
 STYLES = ("base", "overview", "head", "text", "lines", "drawer")

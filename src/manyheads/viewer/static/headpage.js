@@ -42,6 +42,7 @@ class HeadPage {
     }
     this.root.append(this.side); // after the panes, also for the keyboard
     this.openPanels(pairs.length === 1 ? pairs[0].filter(Boolean) : []);
+    this.openPicture(pairs.length === 1 && !pairs[0][1] ? pairs[0][0] : null);
     this.saveButtons.update();
     this.layOut();
     this.update();
@@ -55,6 +56,18 @@ class HeadPage {
       this.panels[n] ??= new SidePanel(this.app, this, this.side);
       this.panels[n].open(this.panes[0], place, places.length > 1);
     }
+  }
+
+  // Show the picture whose patches are keys of a single head. An exported page has none.
+  openPicture(place) {
+    const hasPicture = place && this.app.layer(place).has_patches && !(this.app.client instanceof PageClient);
+    if (!hasPicture) {
+      this.picture?.remove();
+      this.picture = null;
+      return;
+    }
+    this.picture ??= new PicturePanel(this.app, this, this.side);
+    this.picture.open(this.panes[0], place);
   }
 
   // The heads of each pane: a place, and null or the place to subtract.
@@ -76,6 +89,7 @@ class HeadPage {
     clearTimeout(this.saving);
     this.resizing.disconnect();
     this.openPanels([]);
+    this.openPicture(null);
     this.panes.forEach((pane) => pane.remove());
     this.panes = [];
   }
@@ -97,12 +111,14 @@ class HeadPage {
       pane.element.style.width = isWide ? `${100 / (isNarrow ? 1 : length)}%` : `${Math.max(LEAST_PANE, pane.geometry.width + 16)}px`;
     }
     for (const panel of this.panels) panel.draw();
+    this.picture?.draw();
   }
 
   // Draw again, because the crosshair moved.
   update() {
     for (const pane of this.panes) pane.update();
     for (const panel of this.panels) panel.update();
+    this.picture?.update();
   }
 
   // -- colours ------------------------------------------------------------------------------------

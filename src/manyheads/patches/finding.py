@@ -1,0 +1,443 @@
+"""Find the patches of a picture from a model's configuration and inputs.
+
+To add a model of transformers, add it to `SPECIAL` (vision transformers) or to `_language_grids`, and to the
+table of models in `tests/unit/test_patches.py`, which changes a patch of the picture and compares keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from manyheads.patches.places import CLASS, GIVE, Located, Patches, select
+from manyheads.shapes import can_read, kind
+
+DISTILLATION = "distillation token"
+
+
+def find_patches(model: nn.Module, inputs: Any = None, *, batch: int = 0, picture: int = 0) -> Patches:
+    """Return where the patches of a picture are among a model's tokens, from its configuration.
+
+    Vision transformers of transformers (ViT, DeiT, BEiT, DINOv2 with or without registers, DINOv3, CLIP,
+    SigLIP, I-JEPA, …), of timm and of torchvision, and vision-language models of transformers (LLaVA,
+    Qwen-VL, PaliGemma, Gemma 3, Pixtral, …), for which it returns the patches in the sequence of the language
+    model. For their vision part, pass that part, such as `model.vision_tower`. A recording of `observe` finds
+    the patches of each layer itself: `recording.patches()`.
+
+    Args:
+        model: The model.
+        inputs: The model's inputs, as the processor returns them, or the tensor of pixels `[b, 3, h, w]`. A
+            vision transformer needs them only for pictures of another size than the configuration's.
+        batch: The batch entry.
+        picture: The number of the picture in the sequence.
+
+    Returns:
+        The patches.
+
+    Raises:
+        TypeError: If the model isn't a module.
+        ValueError: If the model isn't known, its tokens aren't patches of a grid, or inputs are missing. The
+            message says what to give.
+        IndexError: If there is no such batch entry or picture.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Expected a model, a torch.nn.Module, got {kind(model)}.")
+    if isinstance(inputs, Tensor):
+        inputs = {"pixel_values": inputs}
+    if inputs is not None and not isinstance(inputs, Mapping):
+        raise TypeError(f"Expected inputs to be the model's inputs by name, or pixels, got {kind(inputs)}.")
+    found = locate(model, Inputs.of(inputs or {}))
+    if found is None:
+        raise ValueError(f"{_name(model)} isn't a known model of pictures. {GIVE}")
+    return select(found, batch, picture)
+
+
+class Inputs(NamedTuple):
+    """What the places of patches depend on, of a model's inputs."""
+
+    pixels: tuple[int, ...] | None = None  # the shape of the pixels, [b, 3, h, w]
+    ids: Tensor | None = None  # the tokens, [b, s]
+    grids: list[list[int]] | None = None  # (frames, rows, columns) of each picture (Qwen-VL), before merging
+    heights: list[list[int]] | None = None  # (height, width) of each picture (Pixtral, LLaVA-NeXT)
+    earlier: int = 0  # the number of tokens in the cache of keys
+    has_video: bool = False
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, Any]) -> Inputs:
+        """Return the sizes of a model's inputs, which are given by name."""
+
+        def read(*names: str) -> Any:
+            return next((inputs[name] for name in names if inputs.get(name) is not None), None)
+
+        pixels, ids = read("pixel_values", "x", "pixels"), read("input_ids")
+        grids, heights = read("image_grid_thw", "grid_thw"), read("image_sizes", "spatial_shapes")
+        cache = read("past_key_values")
+        earlier = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
+        return cls(
+            tuple(pixels.shape) if isinstance(pixels, Tensor) else None,
+            ids if isinstance(ids, Tensor) and ids.dim() == 2 else None,
+            _to_list(grids),
+            _to_list(heights),
+            int(earlier),
+            read("pixel_values_videos", "video_grid_thw") is not None,
+        )
+
+
+def _to_list(numbers: Any) -> list[list[int]] | None:
+    if isinstance(numbers, Tensor):
+        return numbers.tolist() if can_read(numbers) and numbers.dim() == 2 else None
+    return None if numbers is None else [list(map(int, each)) for each in numbers]
+
+
+def read_parameters(module: nn.Module) -> list[str] | None:
+    """Return the names of a module's inputs, None if it doesn't read pictures as far as these say."""
+    if _is_timm(module) or _is_torchvision(module):
+        return ["x"]
+    if not isinstance(getattr(getattr(module, "config", None), "model_type", None), str):
+        return None
+    try:
+        names = list(signature(module.forward).parameters)
+    except (TypeError, ValueError):  # it isn't written in Python
+        return None
+    return names if {"pixel_values", "grid_thw"} & {*names} else None
+
+
+def locate(model: nn.Module, inputs: Inputs, towers: bool = True) -> Located | None:
+    """Return the patches of each picture of each batch entry.
+
+    Args:
+        model: The model.
+        inputs: Its inputs.
+        towers: Whether to return the patches of a model's picture tower if it has one tower for pictures and
+            one for texts, as CLIP.
+
+    Returns:
+        The patches, None if the module isn't a known model of pictures.
+
+    Raises:
+        ValueError: If it is one, but its tokens aren't patches of a grid, or inputs are missing.
+    """
+    try:
+        return _locate(model, inputs, towers)
+    except (AttributeError, KeyError, TypeError, IndexError) as error:  # an unusual configuration or input
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"The configuration of {_name(model)} can't be read ({reason}). {GIVE}") from error
+
+
+def _locate(model: nn.Module, inputs: Inputs, towers: bool) -> Located | None:
+    if _is_timm(model):
+        return [[_timm_patches(model, inputs)]]
+    if _is_torchvision(model):
+        patch, picture = _pair(model.patch_size), _pair(model.image_size)
+        grid = picture[0] // patch[0], picture[1] // patch[1]
+        return [[_whole_grid(grid, (CLASS,), picture, patch)]]
+    config = getattr(model, "config", None)
+    family = getattr(config, "model_type", None)
+    if config is None or not isinstance(family, str):
+        return None
+    if family == "timm_wrapper":
+        return [[_timm_patches(model.timm_model, inputs)]] if hasattr(model, "timm_model") else None
+    if family in WITHOUT_GRID:
+        raise ValueError(f"{_name(model)}: {WITHOUT_GRID[family]} {GIVE}")
+    if family in BLOCKS or family == "pixtral":
+        return [[_only_patches(model, config, inputs)]]
+    if family == "siglip2_vision_model":
+        if inputs.heights is None:
+            raise ValueError(
+                "The sizes of the pictures are in spatial_shapes: give all inputs of the processor, "
+                "find_patches(model, inputs)."
+            )
+        return [[Patches((rows, cols))] for rows, cols in inputs.heights]
+    if family in SPECIAL:
+        return _vision_patches(config, inputs)
+    if _image_token(config) is not None and getattr(config, "vision_config", None) is not None:
+        return _language_patches(model, config, inputs)
+    if getattr(config, "vision_config", None) is not None and towers:
+        vision = config.vision_config
+        return _vision_patches(vision, inputs) if getattr(vision, "model_type", None) in SPECIAL else None
+    return None
+
+
+def _name(model: nn.Module) -> str:
+    return type(model).__name__
+
+
+# -- vision transformers -----------------------------------------------------------------------------
+
+
+def _class(config: Any) -> tuple[str, ...]:
+    return (CLASS,)
+
+
+def _class_if_configured(config: Any) -> tuple[str, ...]:
+    return (CLASS,) if getattr(config, "use_cls_token", True) else ()
+
+
+def _registers(config: Any) -> tuple[str, ...]:
+    return (CLASS, *(f"register {n + 1}" for n in range(config.num_register_tokens)))
+
+
+def _none(config: Any) -> tuple[str, ...]:
+    return ()
+
+
+# The tokens before the patches, by the model_type of the configuration.
+SPECIAL: dict[str, Callable[[Any], tuple[str, ...]]] = {
+    **dict.fromkeys(
+        ("vit", "vit_msn", "beit", "data2vec-vision", "dinov2", "yolos", "clip_vision_model",
+         "chinese_clip_vision_model", "altclip_vision_model", "metaclip_2_vision_model", "mlcd_vision_model",
+         "owlvit_vision_model", "owlv2_vision_model", "internvl_vision"),
+        _class,
+    ),
+    "deit": lambda config: (CLASS, DISTILLATION),
+    "dinov2_with_registers": _registers,
+    "dinov3_vit": _registers,
+    **dict.fromkeys(("siglip_vision_model", "ijepa", "aimv2_vision_model"), _none),
+}  # fmt: skip
+
+_WINDOWS = (
+    "it attends within windows that are entries of the batch, and shifted in every second layer, so there is "
+    "no map of the whole picture. Read a window by amap.only(batch=n).image(query, grid=(7, 7))."
+)
+_FEWER_KEYS = "its keys are merged patches, fewer in the first stages, and its class token is none."
+_QUERIES = "its language model reads queries of a resampler, which have no place in the picture."
+BLOCKS = ("qwen2_vl_vision", "qwen3_vl_vision", "qwen3_vl_moe_vision")  # patches are in blocks
+# Why the tokens of a model aren't a grid of patches, by its model_type.
+WITHOUT_GRID = {
+    **dict.fromkeys(
+        ("swin", "swinv2", "swin2sr", "donut-swin", "maskformer-swin", "clap_audio_model"), _WINDOWS
+    ),
+    **dict.fromkeys(("segformer", "pvt", "pvt_v2", "glpn"), _FEWER_KEYS),
+    **dict.fromkeys(("blip-2", "instructblip", "idefics2"), _QUERIES),
+    "vit_mae": "it drops a random part of the patches (mask_ratio), and shuffles the others.",
+    "qwen2_5_vl_vision": "its vision transformer attends within windows and reorders the patches for them.",
+    "mllama": "its language model reads the picture by cross-attention to tiles.",
+}
+
+
+def _vision_patches(config: Any, inputs: Inputs) -> Located:
+    """Return the patches of a vision transformer of transformers."""
+    shape, patch = inputs.pixels, _pair(config.patch_size)
+    if shape is not None and len(shape) < 4:
+        raise ValueError(
+            f"Expected pixels [b, 3, h, w], got {list(shape)}. Pass pixels[None] for one picture."
+        )
+    if shape is None and getattr(config, "image_size", None) is None:
+        raise ValueError(
+            "The configuration has no image_size: give the model's inputs, find_patches(model, inputs)."
+        )
+    height, width = _pair(config.image_size) if shape is None else shape[-2:]
+    special = SPECIAL[config.model_type](config)
+    return [[_whole_grid((height // patch[0], width // patch[1]), special, (height, width), patch)]]
+
+
+def _only_patches(model: nn.Module, config: Any, inputs: Inputs) -> Patches:
+    """Return the patches of a vision transformer that reads all pictures of a batch as one sequence."""
+    is_pixtral = config.model_type == "pixtral"
+    found = inputs.heights if is_pixtral else inputs.grids
+    if found is None and is_pixtral and inputs.pixels is not None and inputs.pixels[0] == 1:
+        found = [list(inputs.pixels[-2:])]
+    if found is None:
+        name = "image_sizes" if is_pixtral else "image_grid_thw"
+        raise ValueError(
+            f"The sizes of the pictures of {_name(model)} are in {name}: give all inputs of the processor, "
+            "find_patches(model, inputs)."
+        )
+    if len(found) != 1 or (not is_pixtral and found[0][0] != 1):
+        raise ValueError(
+            f"{_name(model)} reads several pictures or frames as one sequence, whose patches aren't found. "
+            "Give it one picture at a time."
+        )
+    if is_pixtral:
+        return Patches((found[0][0] // config.patch_size, found[0][1] // config.patch_size))
+    return Patches((found[0][1], found[0][2]), merge=config.spatial_merge_size)
+
+
+def _whole_grid(
+    grid: tuple[int, int], special: tuple[str, ...], picture: Sequence[int], patch: Sequence[int]
+) -> Patches:
+    if min(grid) < 1:
+        raise ValueError(f"A picture of {list(picture)} pixels has no patch of {list(patch)}.")
+    return Patches(grid, len(special), special=special)
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    """Return (height, width) for a number or a pair."""
+    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
+
+
+def _is_timm(module: nn.Module) -> bool:
+    """Return True for a model of timm, which has patches and no configuration of transformers."""
+    return type(module).__module__.startswith("timm.models") and hasattr(module, "patch_embed")
+
+
+def _is_torchvision(module: nn.Module) -> bool:
+    """Return True for torchvision's VisionTransformer, which reads pictures of one size."""
+    return type(module).__module__ == "torchvision.models.vision_transformer" and hasattr(
+        module, "patch_size"
+    )
+
+
+def _timm_patches(model: Any, inputs: Inputs) -> Patches:
+    """Return the patches of timm's VisionTransformer, Eva and others with its attributes."""
+    count = getattr(model, "num_prefix_tokens", None)
+    if count is None or not hasattr(model.patch_embed, "patch_size"):
+        raise ValueError(
+            f"{_name(model)}: {_WINDOWS if 'Swin' in _name(model) else 'its tokens are not known.'} {GIVE}"
+        )
+    patch, shape = _pair(model.patch_embed.patch_size), inputs.pixels
+    picture = shape[-2:] if shape is not None and len(shape) == 4 else model.patch_embed.img_size
+    if picture is None:
+        raise ValueError("The model has no image size: give the model's inputs, find_patches(model, inputs).")
+    picture = _pair(picture)
+    pad = getattr(model.patch_embed, "dynamic_img_pad", False)
+    grid = [-(-n // p) if pad else n // p for n, p in zip(picture, patch, strict=True)]
+    has_class = getattr(model, "cls_token", None) is not None
+    names = [CLASS] if has_class else []
+    if has_class and getattr(model, "dist_token", None) is not None:
+        names.append(DISTILLATION)
+    names += [f"register {n + 1}" for n in range(count - len(names))]
+    return _whole_grid((grid[0], grid[1]), tuple(names), picture, patch)
+
+
+# -- vision-language models --------------------------------------------------------------------------
+
+
+def _image_token(config: Any) -> int | None:
+    """Return the id of the tokens of pictures."""
+    for name in ("image_token_id", "image_token_index"):
+        if isinstance(getattr(config, name, None), int):
+            return getattr(config, name)
+    return None
+
+
+def _language_patches(model: nn.Module, config: Any, inputs: Inputs) -> Located:
+    """Return the patches in the sequences of a language model, in order of its image tokens."""
+    if inputs.ids is None:
+        raise ValueError(
+            f"The pictures of {_name(model)} are where the image tokens are: give its inputs with input_ids, "
+            "find_patches(model, inputs)."
+        )
+    if not can_read(inputs.ids):
+        raise ValueError(
+            f"The numbers of input_ids can't be read while a model is compiled or traced. {GIVE}"
+        )
+    token = _image_token(config)
+    grids = _language_grids(model, config, inputs)
+    located: Located = []
+    for ids in inputs.ids:
+        places = (ids == token).nonzero().flatten().tolist()
+        pictures, done = [], 0
+        while done < len(places):
+            size = next(grids, None)
+            if size is None:
+                raise ValueError(
+                    f"Expected a picture for each of the image tokens (id {token}), got none for the last "
+                    f"{len(places) - done}. Give all inputs of the processor, or: {GIVE}"
+                )
+            rows, cols = size.grid
+            taken = places[done : done + (size.tokens or len(places))]
+            if len(taken) < size.skipped + rows * cols or len(taken) < (size.tokens or 0):
+                raise ValueError(
+                    f"Expected {size.tokens or rows * cols} image tokens (id {token}) for a picture of "
+                    f"{rows} × {cols} patches, got {len(taken)}. Prepare text and picture with the model's "
+                    "processor, without truncation."
+                )
+            pictures.append(_in_sequence(taken[size.skipped :], size.grid, inputs.earlier))
+            done += len(taken)
+        located.append(pictures)
+    return located
+
+
+class Size(NamedTuple):
+    """The grid of a picture in a language model's sequence, and how many image tokens it takes."""
+
+    grid: tuple[int, int]
+    tokens: int | None = None  # None: all of the sequence, of which those of the grid come first
+    skipped: int = 0  # image tokens before the first patch, such as a class token
+
+
+def _in_sequence(places: list[int], grid: tuple[int, int], earlier: int) -> Patches:
+    """Return a grid whose tokens are at these places of a sequence."""
+    rows, cols = grid
+    stride = places[cols] - places[0] if rows > 1 else cols
+    found = Patches(grid, places[0] + earlier, None if stride == cols else stride)
+    if (found.keys - earlier).tolist() != places[: rows * cols]:
+        raise ValueError(f"The image tokens aren't {rows} rows of {cols} patches at equal distances. {GIVE}")
+    return found
+
+
+def _language_grids(model: nn.Module, config: Any, inputs: Inputs) -> Iterator[Size]:
+    """Return the sizes of a batch's pictures, in the order of their tokens."""
+    family, vision = config.model_type, config.vision_config
+    if inputs.has_video:
+        raise ValueError(f"The patches of videos aren't found. {GIVE}")
+    merge = getattr(vision, "spatial_merge_size", None)
+    if merge and family.startswith(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")):
+        if inputs.grids is None:
+            raise ValueError(
+                f"The sizes of the pictures of {_name(model)} are in image_grid_thw: give all inputs of the "
+                "processor, find_patches(model, inputs)."
+            )
+        return (_exact((rows // merge, cols // merge)) for _, rows, cols in inputs.grids)
+    if getattr(vision, "model_type", "") == "pixtral":  # also in Mistral 3, which merges patches
+        if inputs.heights is None:
+            raise ValueError(
+                f"The sizes of the pictures of {_name(model)} are in image_sizes: give all inputs of the "
+                "processor, find_patches(model, inputs)."
+            )
+        side = vision.patch_size * getattr(config, "spatial_merge_size", 1)
+        return (_exact((height // side, width // side)) for height, width in inputs.heights)
+    if family == "gemma3":
+        side = math.isqrt(config.mm_tokens_per_image)
+        return _forever(_exact((side, side)))
+    if family in ("llava", "vipllava", "paligemma", "llava_next", "llava_onevision"):
+        [[tower]] = _tower_patches(model, vision, inputs, family)
+        skipped = len(tower.special)
+        if getattr(config, "vision_feature_select_strategy", "full") == "default":
+            skipped = max(skipped - 1, 0)
+        if family in ("llava_next", "llava_onevision"):  # the whole picture comes first, then its tiles
+            _check_one_picture(model, _image_token(config), inputs)
+            return _forever(Size(tower.grid, None, skipped))
+        rows, cols = tower.grid
+        return _forever(Size(tower.grid, skipped + rows * cols, skipped))
+    raise ValueError(
+        f"The image tokens of {_name(model)} ({family}) aren't known to be patches in rows. {GIVE}"
+    )
+
+
+def _check_one_picture(model: nn.Module, token: int | None, inputs: Inputs) -> None:
+    """Raise ValueError if a sequence has several pictures, whose tiles have unknown numbers of tokens."""
+    count, ids = None if inputs.heights is None else len(inputs.heights), inputs.ids
+    if count is None and inputs.pixels is not None and len(inputs.pixels) == 5:
+        count = inputs.pixels[0]
+    assert ids is not None
+    is_image = torch.nn.functional.pad(torch.eq(ids, -1 if token is None else token), (1, 0))
+    runs = (is_image[:, 1:] & ~is_image[:, :-1]).sum(1)  # [b], the runs of image tokens
+    if (count is not None and count > len(ids)) or int(runs.max()) > 1:
+        raise ValueError(
+            f"{_name(model)} reads tiles after each picture, so several pictures in a sequence aren't "
+            f"found. {GIVE}"
+        )
+
+
+def _exact(grid: tuple[int, int]) -> Size:
+    return Size(grid, grid[0] * grid[1])
+
+
+def _forever(size: Size) -> Iterator[Size]:
+    while True:
+        yield size
+
+
+def _tower_patches(model: nn.Module, vision: Any, inputs: Inputs, family: str) -> Located:
+    """Return the patches in the vision transformer of a vision-language model."""
+    if getattr(vision, "model_type", None) not in SPECIAL:
+        unknown = getattr(vision, "model_type", None)
+        raise ValueError(f"The vision transformer of {_name(model)} ({unknown}) isn't known. {GIVE}")
+    return _vision_patches(vision, inputs)

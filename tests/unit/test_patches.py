@@ -1,0 +1,468 @@
+"""`patches`: the places of patches among tokens, found for models with random weights.
+
+A model's table entry is true if changing one patch of the picture changes the key of one token of the first
+layer, the one that `Patches.token` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import manyheads
+from manyheads import Patches, find_patches, patches
+from tests.errors import raises
+
+transformers = pytest.importorskip("transformers")
+
+VISION = {"image_size": 24, "patch_size": 6, "hidden_size": 32, "num_hidden_layers": 1,
+          "num_attention_heads": 2, "intermediate_size": 32}  # fmt: skip
+TEXT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "intermediate_size": 32, "vocab_size": 60, "bos_token_id": 1, "eos_token_id": 2,
+        "pad_token_id": 0}  # fmt: skip
+IMAGE = 50  # the id of image tokens
+
+
+def changed_keys(model: nn.Module, inputs: dict[str, Any], pixels: Tensor, layer: str) -> list[int]:
+    """Return the keys of the first layer of this name that other pixels change."""
+    keys = []
+    for values in (inputs["pixel_values"], pixels):
+        with torch.no_grad(), manyheads.observe(model) as recording:
+            model(**{**inputs, "pixel_values": values})
+        name = next(name for name in recording if layer in name)
+        keys.append(recording[name].problem.k)
+    return ((keys[0] - keys[1]).abs().amax((0, 1, 3)) > 1e-6).nonzero().flatten().tolist()
+
+
+def change_patch(pixels: Tensor, row: int, col: int, side: int) -> Tensor:
+    changed = pixels.clone()
+    changed[..., row * side : (row + 1) * side, col * side : (col + 1) * side] += 1
+    return changed
+
+
+# -- vision transformers -----------------------------------------------------------------------------
+
+CLASS = ("class token",)
+REGISTERS = (*CLASS, "register 1", "register 2", "register 3")
+RESIZED = {"interpolate_pos_encoding": True}
+# The model, options of its configuration and of its call, and the tokens before the patches.
+TOWERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "ViT": ("ViTModel", {}, RESIZED, CLASS),
+    "DeiT": ("DeiTModel", {}, RESIZED, (*CLASS, "distillation token")),
+    "ViTMSN": ("ViTMSNModel", {}, RESIZED, CLASS),
+    "Dinov2": ("Dinov2Model", {}, {}, CLASS),
+    "Dinov2WithRegisters": ("Dinov2WithRegistersModel", {"num_register_tokens": 3}, {}, REGISTERS),
+    "DINOv3ViT": ("DINOv3ViTModel", {"num_register_tokens": 3}, {}, REGISTERS),
+    "CLIPVision": ("CLIPVisionModel", {}, RESIZED, CLASS),
+    "ChineseCLIPVision": ("ChineseCLIPVisionModel", {}, RESIZED, CLASS),
+    "AltCLIPVision": ("AltCLIPVisionModel", {}, RESIZED, CLASS),
+    "MetaClip2Vision": ("MetaClip2VisionModel", {}, RESIZED, CLASS),
+    "OwlViTVision": ("OwlViTVisionModel", {}, RESIZED, CLASS),
+    "SiglipVision": ("SiglipVisionModel", {}, RESIZED, ()),
+    "IJepa": ("IJepaModel", {}, RESIZED, ()),
+    "Beit": ("BeitModel", {}, {}, CLASS),
+    "Data2VecVision": ("Data2VecVisionModel", {}, {}, CLASS),
+    "MLCDVision": ("MLCDVisionModel", {}, {}, CLASS),
+    "Aimv2Vision": ("Aimv2VisionModel", {}, {}, ()),
+    "Yolos": ("YolosModel", {"image_size": [24, 24]}, {}, CLASS),
+    "InternVLVision": ("InternVLVisionModel", {"image_size": [24, 24], "patch_size": [6, 6]}, {}, CLASS),
+}
+SQUARE = ("Beit", "Data2VecVision", "MLCDVision", "Aimv2Vision", "Yolos", "InternVLVision")
+COMMON = ("ViT", "Dinov2WithRegisters", "SiglipVision")  # in the default tests
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in COMMON else pytest.mark.full) for n in TOWERS]
+)
+def test_the_patches_of_a_vision_transformer_are_found(name: str) -> None:
+    kind, options, call, special = TOWERS[name]
+    config = getattr(transformers, f"{name}Config")(**{**VISION, **options})
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(config).eval()
+    pixels = torch.randn(1, 3, 24, 24 if name in SQUARE else 36)
+    found = find_patches(model, pixels)
+    assert (found.grid, found.special) == ((4, pixels.shape[-1] // 6), special)
+    assert find_patches(model).grid == (4, 4)  # of the configuration
+    inputs = {"pixel_values": pixels, **call}
+    assert changed_keys(model, inputs, change_patch(pixels, 3, 1, 6), "") == [found.token(3, 1)]
+    with torch.no_grad(), manyheads.observe(model) as recording:
+        model(**inputs)
+    assert recording.patches() == found
+    assert recording[0].patches() == found
+
+
+def test_siglip2_reads_the_sizes_of_its_pictures() -> None:
+    config = transformers.Siglip2VisionConfig(**{**VISION, "num_patches": 16})
+    model = transformers.Siglip2VisionModel(config).eval()
+    shapes = torch.tensor([[2, 5], [3, 4]])
+    pixels = torch.randn(2, 12, 108)
+    mask = torch.arange(12) < shapes.prod(1)[:, None]
+    inputs = {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+    assert [find_patches(model, inputs, batch=n).grid for n in range(2)] == [(2, 5), (3, 4)]
+    with torch.no_grad(), manyheads.observe(model) as recording:
+        model(**inputs)
+    assert recording.patches(batch=1).grid == (3, 4)
+    assert recording[0].only(batch=1).patches().grid == (3, 4)
+    with raises(ValueError, "different places", "amap.only"):
+        recording[0].image(0)
+
+
+def test_clip_has_patches_in_its_picture_tower_only() -> None:
+    text = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    text |= {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2}
+    model = transformers.CLIPModel(transformers.CLIPConfig(vision_config=VISION, text_config=text)).eval()
+    pixels = torch.randn(1, 3, 24, 24)
+    with torch.no_grad(), manyheads.observe(model) as recording:
+        model(input_ids=torch.randint(50, (1, 20)), pixel_values=pixels)
+    assert recording.patches() == find_patches(model) == Patches((4, 4), 1, special=CLASS)
+    with raises(ValueError, "Patches(grid=(rows, cols)"):
+        recording.patches("text_model")
+
+
+@pytest.mark.full
+def test_timms_vision_transformers() -> None:
+    timm = pytest.importorskip("timm")
+    for name, options, special in (
+        ("vit_tiny_patch16_224", {"dynamic_img_size": True}, CLASS),
+        ("vit_tiny_patch16_224", {"dynamic_img_size": True, "reg_tokens": 3}, REGISTERS),
+        ("vit_base_patch16_siglip_224", {"dynamic_img_size": True, "embed_dim": 48, "num_heads": 3}, ()),
+        ("vit_base_patch16_dinov3", {"embed_dim": 48, "num_heads": 3}, (*REGISTERS, "register 4")),
+        ("deit_tiny_distilled_patch16_224", {"dynamic_img_size": True}, (*CLASS, "distillation token")),
+    ):
+        torch.manual_seed(0)
+        model = timm.create_model(name, depth=1, num_classes=0, **options).eval()
+        pixels = torch.randn(1, 3, 64, 96)
+        found = find_patches(model, pixels)
+        assert (found.grid, found.special) == ((4, 6), special)
+        keys = []
+        for values in (pixels, change_patch(pixels, 3, 1, 16)):
+            with torch.no_grad(), manyheads.observe(model) as recording:
+                model(values)
+            keys.append(recording[0].problem.k)
+            assert recording.patches() == found
+        different = (keys[0] - keys[1]).abs().amax((0, 1, 3)) > 1e-6
+        assert different.nonzero().flatten().tolist() == [found.token(3, 1)]
+    torchvision = pytest.importorskip("torchvision")
+    other = torchvision.models.VisionTransformer(24, 6, 1, 2, 32, 32).eval()
+    assert find_patches(other) == Patches((4, 4), 1, special=CLASS)
+    pixels = torch.randn(1, 3, 24, 24)
+    with torch.no_grad(), manyheads.observe(other) as recording:
+        other(pixels)
+    assert recording.patches() == find_patches(other)
+    with raises(ValueError, "within windows"):
+        find_patches(timm.create_model("swin_tiny_patch4_window7_224"))
+
+
+# -- vision-language models --------------------------------------------------------------------------
+
+
+def tower(kind: str, **options: Any) -> dict[str, Any]:
+    return {"model_type": kind, **VISION, **options}
+
+
+def text(kind: str, **options: Any) -> dict[str, Any]:
+    return {"model_type": kind, **TEXT, **options}
+
+
+def tokens(*counts: int, row_end: int | None = None) -> Tensor:
+    """Return three tokens, rows of image tokens, and four tokens."""
+    rows = [[IMAGE] * n + ([] if row_end is None else [row_end]) for n in counts]
+    return torch.tensor([[3, 5, 6, *sum(rows, []), 4, 7, 8, 9]])
+
+
+Case = tuple[nn.Module, dict[str, Any], Tensor, Patches, tuple[int, int]]
+
+
+def llava(strategy: str, kind: str, count: int, first: int) -> Case:
+    config = transformers.LlavaConfig(
+        vision_config=tower(kind), text_config=text("llama"), image_token_index=IMAGE,
+        vision_feature_layer=-1, vision_feature_select_strategy=strategy,
+    )  # fmt: skip
+    pixels = torch.randn(1, 3, 24, 24)
+    inputs = {"input_ids": tokens(count), "pixel_values": pixels}
+    changed = change_patch(pixels, 2, 1, 6)
+    return transformers.LlavaForConditionalGeneration(config), inputs, changed, Patches((4, 4), first), (2, 1)
+
+
+def tiles(name: str, kind: str, language: str) -> Case:
+    """LLaVA-NeXT and LLaVA-OneVision: the whole picture, then its tiles with a token after each row."""
+    config = getattr(transformers, f"{name}Config")(
+        vision_config=tower(kind), text_config=text(language), image_token_index=IMAGE,
+        vision_feature_layer=-1, image_grid_pinpoints=[[24, 48], [48, 24]],
+    )  # fmt: skip
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    pixels = torch.randn(1, 3, 3, 24, 24)
+    changed = pixels.clone()
+    changed[:, 0] = change_patch(pixels[:, 0], 2, 1, 6)
+    inputs = {"input_ids": tokens(16 + 36), "pixel_values": pixels, "image_sizes": torch.tensor([[24, 48]])}
+    return model, inputs, changed, Patches((4, 4), 3), (2, 1)
+
+
+def paligemma() -> Case:
+    config = transformers.PaliGemmaConfig(
+        vision_config=tower("siglip_vision_model"), text_config=text("gemma", head_dim=16),
+        image_token_index=IMAGE, projection_dim=32, hidden_size=32,
+    )  # fmt: skip
+    pixels = torch.randn(1, 3, 24, 24)
+    inputs = {"input_ids": tokens(16), "pixel_values": pixels}
+    model = transformers.PaliGemmaForConditionalGeneration(config)
+    return model, inputs, change_patch(pixels, 2, 1, 6), Patches((4, 4), 3), (2, 1)
+
+
+def gemma3() -> Case:
+    config = transformers.Gemma3Config(
+        vision_config=tower("siglip_vision_model"), text_config=text("gemma3_text", head_dim=16),
+        image_token_index=IMAGE, boi_token_index=48, eoi_token_index=49, mm_tokens_per_image=4,
+    )  # fmt: skip
+    pixels, ids = torch.randn(1, 3, 24, 24), tokens(4)
+    inputs = {"input_ids": ids, "pixel_values": pixels, "token_type_ids": (ids == IMAGE).long()}
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    return model, inputs, change_patch(pixels, 2, 1, 6), Patches((2, 2), 3), (1, 0)
+
+
+def qwen(name: str, **vision: Any) -> Case:
+    vision = {"depth": 1, "num_heads": 2, "patch_size": 6, "spatial_merge_size": 2, "hidden_size": 32,
+              **vision}  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    config = getattr(transformers, f"{name}Config")(
+        vision_config=vision, text_config={**TEXT, "head_dim": 16, "rope_parameters": rope},
+        image_token_id=IMAGE, video_token_id=51, vision_start_token_id=52, vision_end_token_id=53,
+    )  # fmt: skip
+    pixels, ids = torch.randn(32, 3 * 2 * 36), tokens(8)  # 4 × 8 patches, in blocks of 2 × 2
+    inputs = {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 8]]),
+              "mm_token_type_ids": (ids == IMAGE).long()}  # fmt: skip
+    changed = pixels.clone()
+    changed[(1 * 4 + 2) * 4 + 1] += 1  # a patch of the block in row 1, column 2
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    return model, inputs, changed, Patches((2, 4), 3), (1, 2)
+
+
+def pixtral(name: str, merge: int) -> Case:
+    config = getattr(transformers, f"{name}Config")(
+        vision_config=tower("pixtral", image_size=48), text_config=text("mistral", head_dim=16),
+        image_token_index=IMAGE, vision_feature_layer=-1,
+        **({"spatial_merge_size": 2} if merge == 2 else {"vision_feature_select_strategy": "full"}),
+    )  # fmt: skip
+    height, width = 12 * merge, 24 * merge
+    pixels = torch.randn(1, 3, height, width)
+    inputs = {"input_ids": tokens(4, 4, row_end=49), "pixel_values": pixels}
+    inputs["image_sizes"] = torch.tensor([[height, width]])
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    return model, inputs, change_patch(pixels, merge, 2 * merge, 6), Patches((2, 4), 3, 5), (1, 2)
+
+
+WIDE = {"out_hidden_size": 32, "intermediate_size": 32}
+LANGUAGE: dict[str, Callable[[], Case]] = {
+    "LLaVA": lambda: llava("default", "clip_vision_model", 16, 3),
+    "LLaVA with its class token": lambda: llava("full", "clip_vision_model", 17, 4),
+    "LLaVA with SigLIP": lambda: llava("full", "siglip_vision_model", 16, 3),
+    "LLaVA with DINOv2": lambda: llava("default", "dinov2", 16, 3),
+    "LLaVA-NeXT": lambda: tiles("LlavaNext", "clip_vision_model", "llama"),
+    "LLaVA-OneVision": lambda: tiles("LlavaOnevision", "siglip_vision_model", "qwen2"),
+    "PaliGemma": paligemma,
+    "Gemma 3": gemma3,
+    "Qwen2-VL": lambda: qwen("Qwen2VL", embed_dim=32, mlp_ratio=1),
+    "Qwen2.5-VL": lambda: qwen("Qwen2_5_VL", window_size=24, fullatt_block_indexes=[0], **WIDE),
+    "Qwen3-VL": lambda: qwen("Qwen3VL", deepstack_visual_indexes=[], num_position_embeddings=64, **WIDE),
+    "Pixtral": lambda: pixtral("Llava", 1),
+    "Mistral 3": lambda: pixtral("Mistral3", 2),
+}
+
+
+def build(case: Callable[[], Case]) -> Case:
+    """Return a case whose vision transformer passes on each patch without mixing patches."""
+    torch.manual_seed(0)
+    model, *others = case()
+    for name, parameter in model.eval().named_parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.3)
+        mixes = name.endswith(("out_proj.weight", "o_proj.weight", "attn.proj.weight", "output.dense.weight"))
+        if mixes and ("vision" in name or "visual" in name):
+            nn.init.zeros_(parameter)
+    return (model, *others)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in ("LLaVA", "Qwen2.5-VL") else pytest.mark.full) for n in LANGUAGE],
+)
+def test_the_patches_in_the_sequence_of_a_language_model_are_found(name: str) -> None:
+    model, inputs, changed, expected, at = build(LANGUAGE[name])
+    assert find_patches(model, inputs) == expected
+    assert changed_keys(model, inputs, changed, "language_model") == [expected.token(*at)]
+    with torch.no_grad(), manyheads.observe(model) as recording:
+        model(**inputs)
+    assert recording.patches() == recording.patches("language_model") == expected
+    vision = next(n for n in recording if "vis" in n)
+    if name == "Qwen2.5-VL":
+        with raises(ValueError, "windows"):
+            recording.patches(vision)
+    else:
+        found = recording.patches(vision)
+        assert found == find_patches(
+            model.get_submodule(
+                vision.partition(".layers")[0]
+                .partition(".blocks")[0]
+                .partition(".encoder")[0]
+                .partition(".transformer")[0]
+            ),
+            inputs,
+        )
+        assert found.stop == recording[vision].shape[3]
+
+
+def test_the_vision_transformer_of_qwen3_has_blocks_of_patches() -> None:
+    """The processor's order of pixels, in which the tokens are too."""
+    model, inputs, _, _, _ = build(LANGUAGE["Qwen3-VL"])
+    found = find_patches(model.model.visual, inputs)
+    assert found == Patches((4, 8), merge=2)
+    # Row 3, column 6: the second row of block (1, 3), its first column.
+    assert found.token(3, 6) == (1 * 4 + 3) * 4 + 2
+    with raises(ValueError, "several pictures"):
+        find_patches(model.model.visual, {**inputs, "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])})
+
+
+def test_sequences_with_padding_and_several_pictures() -> None:
+    model, inputs, _, _, _ = build(LANGUAGE["LLaVA"])
+    picture, end = [IMAGE] * 16, [4, 4]
+    ids = torch.tensor([[0] * 17 + [3, *picture, *end], [3, *picture, 7, *picture, *end]])
+    inputs = {"input_ids": ids, "pixel_values": torch.randn(3, 3, 24, 24), "attention_mask": (ids > 0).long()}
+    places = [(0, 0, 18), (1, 0, 1), (1, 1, 18)]
+    for batch, picture_number, first in places:
+        assert find_patches(model, inputs, batch=batch, picture=picture_number).first == first
+    with torch.no_grad(), manyheads.observe(model) as recording:
+        model(**inputs)
+    for batch, picture_number, first in places:
+        assert recording.patches(batch=batch, picture=picture_number).first == first
+    with raises(IndexError, "There is no picture 1: sequence 0 has 1"):
+        recording.patches(picture=1)
+    with raises(IndexError, "There is no batch entry 2"):
+        recording.patches(batch=2)
+    torch.testing.assert_close(
+        recording[-1].only(batch=1).image(-1), recording[-1][1:, :, -1, 1:17].unflatten(-1, (4, 4))
+    )
+
+
+def test_a_generation_keeps_the_patches_of_its_prompt_and_a_new_text_has_none() -> None:
+    model, inputs, _, expected, _ = build(LANGUAGE["LLaVA"])
+    with torch.no_grad(), manyheads.observe(model) as recording:
+        model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    assert recording[-1].shape[2] == recording[-1].shape[3] == 25
+    assert recording.patches() == expected
+    with torch.no_grad(), manyheads.observe(model) as recording:
+        model(**inputs)
+        model(input_ids=torch.full((1, 30), 4))
+    with raises(ValueError, "aren't known"):
+        recording.patches(-1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"pixel_values": None}, ()),
+        ({"input_ids": None}, ("input_ids",)),
+        ({"input_ids": tokens(15)}, ("Expected 16 image tokens (id 50)", "got 15", "processor")),
+        ({"input_ids": tokens(1)}, ("got 1",)),
+    ],
+)
+def test_inputs_that_are_missing_or_do_not_fit_are_named(change: dict, words: tuple[str, ...]) -> None:
+    model, inputs, _, expected, _ = build(LANGUAGE["LLaVA"])
+    if not words:  # the size of the configuration
+        assert find_patches(model, {**inputs, **change}) == expected
+        return
+    with raises(ValueError, *words):
+        find_patches(model, {**inputs, **change})
+
+
+def test_the_sizes_of_qwens_pictures_are_needed() -> None:
+    model, inputs, _, _, _ = build(LANGUAGE["Qwen2.5-VL"])
+    with raises(ValueError, "image_grid_thw"):
+        find_patches(model, {**inputs, "image_grid_thw": None})
+    with raises(ValueError, "videos"):
+        find_patches(model, {**inputs, "video_grid_thw": torch.tensor([[2, 4, 4]])})
+    with raises(ValueError, "got none for the last 8", "Patches(grid"):
+        find_patches(model, {**inputs, "input_ids": tokens(16)})
+
+
+def test_models_without_a_grid_say_why() -> None:
+    config = transformers.SwinConfig(image_size=32, patch_size=2, embed_dim=8, depths=[1, 1],
+                                     num_heads=[2, 2], window_size=4)  # fmt: skip
+    model = transformers.SwinModel(config).eval()
+    with raises(ValueError, "SwinModel", "windows", "grid="):
+        find_patches(model)
+    with torch.no_grad(), manyheads.observe(model) as recording:
+        model(torch.randn(1, 3, 32, 32))
+    with raises(ValueError, "windows"):
+        recording.patches()
+    assert recording[0].image(0, grid=(4, 4)).shape == (16, 2, 4, 4)  # a window for each batch entry
+    with raises(ValueError, "isn't a known model", "Patches(grid=(rows, cols), first="):
+        find_patches(nn.Linear(2, 2))
+    bert = transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    with raises(ValueError, "BertModel isn't a known model"):
+        find_patches(transformers.BertModel(bert))
+    with raises(TypeError, "a str"):
+        find_patches("vit")  # type: ignore[arg-type]
+    with raises(TypeError, "a list"):
+        find_patches(model, [1])
+
+
+# -- the value ---------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 5), st.integers(0, 3), st.booleans())
+def test_tokens_and_places_are_inverse(rows: int, cols: int, first: int, more: int, blocks: bool) -> None:
+    grid = (2 * rows, 2 * cols) if blocks else (rows, cols)
+    found = Patches(grid, first, None if blocks else cols + more, 2 if blocks else 1)
+    keys = found.keys.tolist()
+    assert len({*keys}) == len(keys) == grid[0] * grid[1]
+    assert min(keys) == first
+    assert found.stop == max(keys) + 1
+    for n, key in enumerate(keys):
+        place = divmod(n, grid[1])
+        assert found.token(*place) == key
+        assert found.place(key) == place
+    assert found.place(first - 1) is None
+    assert patches.unpack(patches.pack([[found]])) == [[found]]
+
+
+def test_the_labels_of_tokens() -> None:
+    found = Patches((2, 2), 2, special=("class token", "register 1"))
+    assert found.labels(7) == ["class token", "register 1", "0,0", "0,1", "1,0", "1,1", "6"]
+    assert (found.class_token, found.registers) == (0, (1,))
+    assert Patches((1, 1)).class_token is None
+    assert Patches((1, 2), 1).labels(["a", "x", "x", "b"]) == ["a", "0,0", "0,1", "b"]
+    with raises(ValueError, "at least 6 tokens", "got 3"):
+        found.labels(3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"grid": 4}, TypeError, ("(rows, cols)", "got 4")),
+        ({"grid": (2, 0)}, ValueError, ("columns", "got 0")),
+        ({"grid": (2.0, 2)}, TypeError, ("2.0",)),
+        ({"grid": (2, 2), "first": -1}, ValueError, ("first", "-1")),
+        ({"grid": (2, 3), "stride": 2}, ValueError, ("stride", "at least 3")),
+        ({"grid": (3, 2), "merge": 2}, ValueError, ("2 × 2", "(3, 2)")),
+        ({"grid": (2, 2), "special": "class token"}, TypeError, ("names",)),
+        ({"grid": (2, 2), "special": ("class token",)}, ValueError, ("first=0",)),
+    ],
+)
+def test_patches_that_do_not_exist_raise(arguments: dict, error: Any, words: tuple[str, ...]) -> None:
+    with raises(error, *words):
+        Patches(**arguments)
+
+
+def test_a_patch_that_does_not_exist_raises() -> None:
+    assert Patches((2, 3)).token(-1, -1) == 5
+    for place in ((2, 0), (0, 3), (-3, 0)):
+        with raises(IndexError, "2 × 3 patches"):
+            Patches((2, 3)).token(*place)
+    with raises(TypeError, "row"):
+        Patches((2, 3)).token(True, 0)
