@@ -185,29 +185,28 @@ def _attention_function(kernel: str) -> Callable[..., tuple[Tensor, Tensor | Non
             "dropout": dropout, "scaling": scaling, "is_causal": is_causal, "sliding_window": sliding_window,
             "softcap": softcap, "s_aux": s_aux, "position_bias": position_bias, **kwargs,
         }  # fmt: skip
-        call = Call(_kernel(kernel), module, query, key, value, attention_mask, options)
+        call = Call(_KERNELS[kernel], module, query, key, value, attention_mask, options)
         if torch.compiler.is_compiling() or not can_read(query, attention_mask):
-            _check(call)
             (q, k, v), arguments = _arguments_without_numbers(call)
-        else:
-            _check(call)
-            (q, k, v), arguments = call.arguments()
+            return _merge(attention(q, k, v, **arguments, kernel=kernel)), None
+        _check(call)
+        (q, k, v), arguments = call.arguments()
         out = attention(q, k, v, **arguments, kernel=kernel)  # [b, h, t, w]
-        weights = None
-        if not torch.compiler.is_compiling():
-            if _counts:
-                _count(module, Problem.of(*autocast(q, k, v), **arguments), kernel)
-            if _returns_weights(call):
-                weights = _weigh(q, k, v, arguments)
-        return out.transpose(1, 2).contiguous(), weights
+        if _counts:
+            _count(module, Problem.of(*autocast(q, k, v), **arguments), kernel)
+        weights = _weigh(q, k, v, arguments) if _returns_weights(call) else None
+        return _merge(out), weights
 
+    _KERNELS[kernel] = Kernel.of(manyheads_attention, NAME)
     return manyheads_attention
 
 
-@cache
-def _kernel(kernel: str) -> Kernel:
-    """Return our attention function as `observe.transformers` describes kernels."""
-    return Kernel.of(_attention_function(kernel), NAME)
+_KERNELS: dict[str, Kernel] = {}  # our attention functions, as `observe.transformers` describes kernels
+
+
+def _merge(out: Tensor) -> Tensor:
+    """Return an output `[b, h, t, w]` as transformers expects it, `[b, t, h, w]`."""
+    return out.transpose(1, 2).contiguous()
 
 
 def _count(module: nn.Module, problem: Problem, kernel: str) -> None:
@@ -220,9 +219,7 @@ def _count(module: nn.Module, problem: Problem, kernel: str) -> None:
 def _check(call: Call) -> None:
     """Raise ValueError if a call has an argument that isn't supported."""
     options = call.options
-    for name, hint in UNSUPPORTED.items():
-        if options.get(name) is not None:
-            raise call.error(f"{name} isn't supported. {hint}")
+    _check_names(call)
     for name in _options_of_eager(type(call.module).__module__):
         if options.get(name) is not None:
             raise call.error(f"its model's own kernel reads {name}, which isn't supported. {_EAGER}")
@@ -236,6 +233,13 @@ def _check(call: Call) -> None:
             f"its window is {window}, and it got {call.key.shape[2]} keys without a mask. Make a mask with "
             "transformers.masking_utils.create_sliding_window_causal_mask"
         )
+
+
+def _check_names(call: Call) -> None:
+    """Raise ValueError for an argument that `attention` doesn't have."""
+    for name, hint in UNSUPPORTED.items():
+        if call.options.get(name) is not None:
+            raise call.error(f"{name} isn't supported. {hint}")
 
 
 @cache
@@ -254,6 +258,7 @@ def _options_of_eager(module: str) -> tuple[str, ...]:
 
 def _arguments_without_numbers(call: Call) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
     """Return the arguments of `attention` while tracing, when the entries of a mask can't be read."""
+    _check_names(call)
     query, key, value = call.query, call.key, call.value
     if query.shape[0] == 1 and key.shape[0] != 1:
         query = query.expand(key.shape[0], -1, -1, -1)  # learned queries, shared by the batch

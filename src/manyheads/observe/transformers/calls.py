@@ -280,8 +280,14 @@ def is_causal_by_default(module: nn.Module, kernel: str = "manyheads") -> bool:
     return bool(getattr(module, "is_causal", True))
 
 
-@cache
+@torch.compiler.assume_constant_result
 def _supports_sdpa(kind_of_module: type) -> bool:
+    """Return True if a model that is defined beside this kind of module supports `sdpa`."""
+    return _find_sdpa(kind_of_module)
+
+
+@cache
+def _find_sdpa(kind_of_module: type) -> bool:
     """Return True if a model that is defined beside this kind of module supports `sdpa`."""
     for base in kind_of_module.__mro__:
         home = sys.modules.get(base.__module__)
