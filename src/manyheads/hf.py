@@ -259,6 +259,8 @@ def _options_of_eager(module: str) -> tuple[str, ...]:
 def _arguments_without_numbers(call: Call) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
     """Return the arguments of `attention` while tracing, when the entries of a mask can't be read."""
     _check_names(call)
+    if call.options.get("output_attentions"):
+        raise call.error("weights aren't returned while a graph is traced. Call the model without torch.compile")
     query, key, value = call.query, call.key, call.value
     if query.shape[0] == 1 and key.shape[0] != 1:
         query = query.expand(key.shape[0], -1, -1, -1)  # learned queries, shared by the batch

@@ -26,7 +26,7 @@ LAYERS = (
     ("kernels",),
     ("storage", "statistics", "maps", "measures", "highlights", "cache"),
     ("functional", "layers", "classic", "figures"),
-    ("observe", "lm"),
+    ("sdpa_hooks", "acceleration", "observe", "hf", "lm"),
     ("viewer", "checker", "text", "bench"),
     ("help_pages", "cli"),
     ("__main__",),
@@ -309,7 +309,7 @@ def test_importing_manyheads_prints_nothing_and_changes_nothing() -> None:
 PUBLIC = """
     attention attention_with_map AttentionMap explain Cache MultiHeadAttention SelfAttention CrossAttention
     Full Causal Window Prefix Documents Lengths Diagonal Keys SameToken AfterSameToken Keep Drop Rule Mask
-    ALiBi Relative Dense Sinusoidal Rotary measures observe open_run TokenizedText
+    ALiBi Relative Dense Sinusoidal Rotary measures observe open_run TokenizedText accelerate
 """
 
 
