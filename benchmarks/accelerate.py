@@ -11,14 +11,19 @@ as ratios to the plain model.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
 import manyheads
+
+# transformers looks for a package `accelerate`, and would find this file in the folder of the script.
+sys.path = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).parent.resolve()]
 
 
 def llama(length: int) -> tuple[Any, dict[str, Any], int]:
@@ -35,14 +40,20 @@ def llama(length: int) -> tuple[Any, dict[str, Any], int]:
 def vit(length: int) -> tuple[Any, dict[str, Any], int]:
     import transformers
 
-    return transformers.ViTModel(transformers.ViTConfig()), {"pixel_values": torch.randn(4, 3, 224, 224)}, 4 * 197
+    return (
+        transformers.ViTModel(transformers.ViTConfig()),
+        {"pixel_values": torch.randn(4, 3, 224, 224)},
+        4 * 197,
+    )
 
 
 def whisper(length: int) -> tuple[Any, dict[str, Any], int]:
     import transformers
     from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-    config = transformers.WhisperConfig(d_model=512, encoder_layers=6, encoder_attention_heads=8, encoder_ffn_dim=2048)
+    config = transformers.WhisperConfig(
+        d_model=512, encoder_layers=6, encoder_attention_heads=8, encoder_ffn_dim=2048
+    )
     return WhisperEncoder(config), {"input_features": torch.randn(1, 80, 3000)}, 1500
 
 
@@ -65,7 +76,9 @@ def main(
         model, given, tokens = make(length)
         kind = getattr(torch, dtype)
         model = model.to(kind).eval()
-        given = {key: x.to(kind) if getattr(x, "is_floating_point", bool)() else x for key, x in given.items()}
+        given = {
+            key: x.to(kind) if getattr(x, "is_floating_point", bool)() else x for key, x in given.items()
+        }
         seconds: dict[str, list[float]] = {way: [] for way in WAYS}
         counts = {"plain": ""}
         with torch.no_grad():

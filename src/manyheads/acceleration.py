@@ -192,9 +192,16 @@ _active: list[Acceleration] = []
 
 # -- calls -----------------------------------------------------------------------------------------
 
-Run = plans.Call
+
+class _Thread(threading.local):
+    noted = 0  # the number of calls that were reported
+
+
+_thread = _Thread()
 _CAUSAL = Causal()
-_decisions: dict[Any, Run | str] = {}  # by layout: a function of q, k and v, or why PyTorch computes it
+_decisions: dict[
+    Any, plans.Call | str
+] = {}  # by layout: a function of q, k and v, or why PyTorch computes it
 
 
 def _compute(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -204,9 +211,13 @@ def _compute(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tens
     except (TypeError, ValueError):  # PyTorch computes it, or raises its own error
         found = "its arguments aren't supported"
     if isinstance(found, str):
+        before = _thread.noted
         kernel, reason, out = TORCH, found, original(*args, **kwargs)
+        if _thread.noted != before:  # the mode of `observe` passes the call on to this function
+            return out
     else:
         kernel, reason, out = NATIVE, "", found()
+    _thread.noted += 1
     for acceleration in tuple(_active):
         acceleration._note(kernel, reason, lambda: _describe(*args, **kwargs))
     return out
@@ -214,9 +225,10 @@ def _compute(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tens
 
 def _describe(query: Tensor, key: Tensor, *_: Any, **__: Any) -> str:
     """Return the shapes and the dtype of a call as the report prints them."""
-    if query.is_nested:
-        return "nested tensors"
-    return f"q {sizes(query)}, k {sizes(key)}, {str(query.dtype).removeprefix('torch.')}"
+    with torch._C.DisableTorchFunction():  # which a caller's TorchFunctionMode would see
+        if query.is_nested:
+            return "nested tensors"
+        return f"q {sizes(query)}, k {sizes(key)}, {str(query.dtype).removeprefix('torch.')}"
 
 
 def _find(
@@ -233,6 +245,10 @@ def _find(
     """Return a function that computes a call, or why PyTorch computes it."""
     if has_torch_function_variadic(query, key, value) and not _only_default_device(query, key, value):
         return "a tensor subclass or a TorchFunctionMode is in use"
+    if not all(type(x) in PLAIN for x in (query, key, value)):
+        return "a tensor subclass or a TorchFunctionMode is in use"
+    if type(is_causal) is not bool or type(enable_gqa) is not bool or type(dropout_p) not in (float, int):
+        raise TypeError("PyTorch raises its own error")
     if dropout_p != 0:
         return "it has dropout"
     if not (torch._C._get_flash_sdp_enabled() and torch._C._get_math_sdp_enabled()):
@@ -348,8 +364,10 @@ def _problem(
     enable_gqa: bool,
 ) -> Problem:
     """Return a call as a problem; raise TypeError or ValueError if it isn't one."""
-    if attn_mask is not None and is_causal:
-        raise ValueError("PyTorch doesn't accept both")
+    if attn_mask is not None and (is_causal or attn_mask.dim() < 2):
+        raise ValueError("PyTorch raises its own error")
+    if min(x.dim() for x in (q, k, v)) < 2:
+        raise ValueError("PyTorch raises its own error")
     batch = q.shape[:-3]
     q, k, v = (_four_axes(x, batch) for x in (q, k, v))
     h = q.shape[1]

@@ -42,7 +42,9 @@ from manyheads.shapes import can_read
 
 NAME = "manyheads"
 
-_PACKED = "Pass position_ids that start at 0 in each sequence, which transformers turns into a mask, without it"
+_PACKED = (
+    "Pass position_ids that start at 0 in each sequence, which transformers turns into a mask, without it"
+)
 # Arguments that change what a call computes, which `attention` doesn't have, and what to do instead.
 UNSUPPORTED = {
     "cu_seq_lens_q": _PACKED,
@@ -260,7 +262,9 @@ def _arguments_without_numbers(call: Call) -> tuple[tuple[Tensor, Tensor, Tensor
     """Return the arguments of `attention` while tracing, when the entries of a mask can't be read."""
     _check_names(call)
     if call.options.get("output_attentions"):
-        raise call.error("weights aren't returned while a graph is traced. Call the model without torch.compile")
+        raise call.error(
+            "weights aren't returned while a graph is traced. Call the model without torch.compile"
+        )
     query, key, value = call.query, call.key, call.value
     if query.shape[0] == 1 and key.shape[0] != 1:
         query = query.expand(key.shape[0], -1, -1, -1)  # learned queries, shared by the batch

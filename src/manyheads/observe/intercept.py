@@ -224,7 +224,8 @@ def intercepting(observer: Observer) -> Iterator[None]:
     global _stance
     with _lock:
         if not _open:
-            F.scaled_dot_product_attention, torch.compile = _count_strays, _compile
+            torch.compile = _compile
+            sdpa_hooks.set_notify(_count_strays)
             # Before torch._dynamo is imported there is no compiled code, and importing it takes a second.
             if "torch._dynamo" in sys.modules:
                 _run_eagerly()
