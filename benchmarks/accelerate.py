@@ -2,8 +2,8 @@
 
     python benchmarks/accelerate.py --length 2048 [--dtype bfloat16] [--rounds 5]
 
-A Llama (8 layers of 12 heads of 64, tokens per forward: --length), a ViT (base: 12 layers of 12 heads of 64, 197
-patches per picture, 4 pictures) and a Whisper encoder (base: 6 layers of 8 heads of 64, 1500 frames), with random
+A Llama (8 layers of 12 heads of 64, tokens per forward: --length), a ViT (base: 12 layers of 12 heads of 64,
+4 pictures of 197 patches) and a Whisper encoder (base: 6 layers of 8 heads of 64, 1500 frames), with random
 weights and without gradients. The ways take turns in one process; medians are printed, in tokens per second,
 as ratios to the plain model.
 """

@@ -4,9 +4,9 @@
         model(inputs)
     print(report)
 
-A call goes to the native kernel if `kernel="auto"` would choose it, and if it differs from PyTorch's in nothing
-but rounding and time. Other calls are PyTorch's, with the same arguments. What was decided is remembered for
-the layout of a call: its sizes, strides, dtypes and options.
+A call goes to the native kernel if `kernel="auto"` would choose it, and if it differs from PyTorch's in
+nothing but rounding and time. Other calls are PyTorch's, with the same arguments. What was decided is
+remembered for the layout of a call: its sizes, strides, dtypes and options.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from manyheads.problem import Problem
 from manyheads.scores import disable_autocast
 from manyheads.shapes import PLAIN, sizes
 
-# The fewest multiply-adds b·h·t·s·(d + w) for which the native kernel is faster, by whether a gradient is recorded
-# and the mask tensor: finding the plan or packing the mask of a call takes 10 to 100 µs. Measured on a Zen 4
-# processor with two threads, 8 heads of 64; for half precision the second number.
+# The fewest multiply-adds b·h·t·s·(d + w) for which the native kernel is faster, by whether a gradient is
+# recorded and by the mask tensor: finding the plan or packing the mask of a call takes 10 to 100 µs. Measured
+# on a Zen 4 processor with two threads, 8 heads of 64; the second number is for half precision.
 LEAST = {
     (False, None): (1 << 20, 1 << 15),
     (False, "bool"): (1 << 23, 1 << 20),
@@ -175,10 +175,10 @@ def accelerate() -> Acceleration:
 
     A call is accelerated on any thread, whether a model makes it or code that a model uses, such as
     `torch.nn.MultiheadAttention` and transformers with `sdpa`, if it reads the function from
-    `torch.nn.functional`. Outputs and gradients are within the error budget. These calls stay PyTorch's: other
-    devices; dropout; a choice by `torch.nn.attention.sdpa_kernel`; `torch.compile`, `torch.func` and other
-    transforms; tensor subclasses and nested tensors; gradients that PyTorch can differentiate twice or that
-    reach a mask; and those for which `explain` says that another kernel is faster.
+    `torch.nn.functional`. Outputs and gradients are within the error budget. These calls stay PyTorch's:
+    other devices; dropout; a choice by `torch.nn.attention.sdpa_kernel`; `torch.compile`, `torch.func` and
+    other transforms; tensor subclasses and nested tensors; gradients that PyTorch can differentiate twice or
+    that reach a mask; and those that are small, or for which another kernel is faster.
 
     Returns:
         The `Acceleration`: a context manager, and the report.

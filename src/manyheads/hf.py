@@ -8,7 +8,7 @@ translates its arguments into those of `manyheads.attention`, with the code by w
 transformers (`observe.transformers`). The mask function is needed too: for an attention function without one,
 transformers makes no masks, and a causal model would attend to later tokens.
 
-A mask is a value, such as `Causal() & Lengths(…)`, and its tensor is made only if the model reads its entries.
+A mask is a value, such as `Causal() & Lengths(…)`; its tensor is made only if the model reads its entries.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def register(name: str = NAME, *, kernel: str = "auto") -> None:
     words = ("eager", "sdpa", "flash", "flex_attention", "paged|", "/", ":")
     if not name or any(word in name for word in words):
         raise ValueError(
-            f"Expected a name without {', '.join(words)}, which have a meaning in transformers, got {name!r}. "
-            f'Use "{NAME}".'
+            f"Expected a name without {', '.join(words)}, which have a meaning in transformers, got "
+            f'{name!r}. Use "{NAME}".'
         )
     AttentionInterface.register(name, _attention_function(kernels.check(kernel)))
     AttentionMaskInterface.register(name, make_mask)
@@ -107,8 +107,8 @@ class Calls:
     """The calls of attention that ran on manyheads, as `count` gives them.
 
     Attributes:
-        layers: The number of calls of each attention module, by its path in the model. Without a model, by the
-            name of its class.
+        layers: The number of calls of each attention module, by its path in the model; without a model, by
+            the name of its class.
         kernels: The number of calls that each kernel computed.
     """
 
@@ -188,7 +188,7 @@ def _attention_function(kernel: str) -> Callable[..., tuple[Tensor, Tensor | Non
             "softcap": softcap, "s_aux": s_aux, "position_bias": position_bias, **kwargs,
         }  # fmt: skip
         call = Call(_KERNELS[kernel], module, query, key, value, attention_mask, options)
-        if torch.compiler.is_compiling() or not can_read(query, attention_mask):
+        if torch.compiler.is_compiling() or not _can_read(query, attention_mask):
             (q, k, v), arguments = _arguments_without_numbers(call)
             return _merge(attention(q, k, v, **arguments, kernel=kernel)), None
         _check(call)
@@ -204,6 +204,11 @@ def _attention_function(kernel: str) -> Callable[..., tuple[Tensor, Tensor | Non
 
 
 _KERNELS: dict[str, Kernel] = {}  # our attention functions, as `observe.transformers` describes kernels
+
+
+def _can_read(query: Tensor, mask: Any) -> bool:
+    """Return True if the numbers of a call can be read; flex's masks are functions."""
+    return can_read(query, mask if isinstance(mask, Tensor) else None)
 
 
 def _merge(out: Tensor) -> Tensor:
@@ -246,7 +251,7 @@ def _check_names(call: Call) -> None:
 
 @cache
 def _options_of_eager(module: str) -> tuple[str, ...]:
-    """Return the options of a model's own kernels, by the name of its Python module, that aren't supported."""
+    """Return the unsupported options of a model's own kernels, by the name of its Python module."""
     home = sys.modules.get(module)
     functions = {} if home is None else {name: each for name, each in vars(home).items() if callable(each)}
     names = {
@@ -334,7 +339,7 @@ def make_mask(
     device: Any = "cpu",
     **kwargs: Any,
 ) -> Tensor | None:
-    """Return the mask that transformers' `sdpa_mask` makes with these arguments, as a lazy tensor if possible.
+    """Return the mask that transformers' `sdpa_mask` makes, as a lazy tensor if possible.
 
     A causal mask is never skipped: modules that only have an eager kernel don't say that they are causal.
 

@@ -1,8 +1,8 @@
 """Hooks of `torch.nn.functional.scaled_dot_product_attention`, which `observe` and `accelerate` share.
 
-While a hook is set, the name in `torch.nn.functional` refers to a function that calls the hooks, on all threads.
-`observe` counts calls that belong to no module, and `accelerate` computes calls in place of PyTorch. They can
-begin and end in any order.
+While a hook is set, the name in `torch.nn.functional` refers to a function that calls the hooks, on all
+threads. `observe` counts calls that belong to no module, and `accelerate` computes calls in place of PyTorch.
+They can begin and end in any order.
 """
 
 from __future__ import annotations

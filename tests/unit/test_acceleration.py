@@ -1,4 +1,4 @@
-"""`accelerate`: PyTorch's scaled_dot_product_attention on the native kernel, and everything else untouched."""
+"""`accelerate`: PyTorch's function on the native kernel, and everything else untouched."""
 
 from __future__ import annotations
 

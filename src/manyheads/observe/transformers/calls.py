@@ -272,8 +272,8 @@ class Call:
 def is_causal_by_default(module: nn.Module, kernel: str = "manyheads") -> bool:
     """Return True if a call without a mask is causal.
 
-    Our kernel then computes what the model's default kernel does: `sdpa` is causal unless the module says that
-    it isn't, and a model that doesn't support `sdpa` has an eager kernel, which masks nothing.
+    Our kernel then computes what the model's default kernel does: `sdpa` is causal unless the module says
+    that it isn't, and a model that doesn't support `sdpa` has an eager kernel, which masks nothing.
     """
     if kernel == "manyheads" and not _supports_sdpa(type(module)):
         return False
