@@ -1,7 +1,7 @@
 """Run a model of transformers on manyheads' kernel, and accelerate a model of PyTorch.
 
-Every layer of the transformers model runs on our kernel, which a count of its calls proves. `accelerate` sends
-PyTorch's own attention calls to the same kernel where that is faster.
+Every layer of the transformers model runs on our kernel, which a count of its calls proves. `accelerate`
+sends PyTorch's own attention calls to the same kernel where that is faster.
 """
 
 import time
