@@ -105,7 +105,7 @@ def test_logits_weights_and_the_count_of_calls(name: str, padding: str | None) -
         blind[kind] = blind.get(kind, torch.tensor(False)) | fully_masked_rows(amap)[:, :1]
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 @pytest.mark.parametrize("padding", [None, "left"])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("name", DECODERS)
@@ -147,7 +147,7 @@ def test_generation_token_for_token(name: str, cache: str | None) -> None:
     assert set(calls.layers.values()) <= {1, 5}  # an encoder's once
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients(name: str) -> None:
     """Of every parameter, biases of positions and sinks too."""
