@@ -6,6 +6,8 @@ differ from those of transformers' own kernels by rounding: 10^-5 of the largest
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 import threading
 from typing import Any
@@ -291,6 +293,9 @@ def test_a_lazy_mask_has_the_entries_of_the_mask_of_sdpa() -> None:
     assert not mask.is_dense
     assert repr(mask) == "LazyMask(Causal() & Lengths([9, 5]), offset=5, shape=[2, 1, 4, 9])"
     assert (mask.shape, mask.dtype, mask.device) == (dense.shape, dense.dtype, dense.device)
+    for same in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask)), mask.clone()):
+        assert type(same) is Tensor
+        assert torch.equal(same, dense)
     assert torch.equal(mask[:, :, 1:], dense[:, :, 1:])
     assert mask.is_dense
     mask[:, :, 0, 1] = False  # from here on, the entries count

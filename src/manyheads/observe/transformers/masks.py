@@ -194,6 +194,12 @@ class LazyMask(Tensor):
         args, kwargs = tree_map_only(LazyMask, LazyMask.dense, (args, kwargs or {}))
         return func(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.dense().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dense().__reduce_ex__(protocol)
+
     def __repr__(self, **_: Any) -> str:
         return f"LazyMask({self.value}, offset={self.offset}, shape={list(self.shape)})"
 
