@@ -169,9 +169,7 @@ class LazyMask(Tensor):
         cls, value: Mask | None, offset: int, shape: tuple[int, ...], make: Callable[[], Tensor], device: Any
     ) -> LazyMask:
         """Return a mask whose entries `make` computes."""
-        mask: LazyMask = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=torch.bool, device=device
-        )
+        mask: LazyMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         mask.value, mask.offset, mask._make, mask._dense = value, offset, make, None
         return mask
 
@@ -187,7 +185,7 @@ class LazyMask(Tensor):
         return self._dense
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call an operation with the entries in place of the mask."""
@@ -200,7 +198,7 @@ class LazyMask(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.dense().__reduce_ex__(protocol)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"LazyMask({self.value}, offset={self.offset}, shape={list(self.shape)})"
 
 
