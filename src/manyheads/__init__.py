@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     # `as` tells type checkers that the name is public.
     from manyheads import measures as measures
+    from manyheads.acceleration import accelerate as accelerate
     from manyheads.biases import ALiBi as ALiBi
     from manyheads.biases import Dense as Dense
     from manyheads.biases import Relative as Relative
@@ -55,6 +56,7 @@ __version__ = "0.1.0"
 _MODULES = {
     name: module
     for module, names in {
+        "acceleration": ["accelerate"],
         "biases": ["ALiBi", "Dense", "Relative"],
         "cache": ["Cache"],
         "functional": ["attention", "attention_with_map", "explain"],

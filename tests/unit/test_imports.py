@@ -26,7 +26,7 @@ LAYERS = (
     ("kernels",),
     ("storage", "statistics", "maps", "measures", "warping", "alignment", "highlights", "cache", "bridges"),
     ("functional", "layers", "policies", "classic", "figures", "onnx"),
-    ("observe", "lm"),
+    ("sdpa_hooks", "acceleration", "observe", "hf", "lm"),
     ("viewer", "checker", "text", "bench"),
     ("help_pages", "cli"),
     ("__main__",),
@@ -310,7 +310,7 @@ PUBLIC = """
     attention attention_with_map AttentionMap explain Cache MultiHeadAttention SelfAttention CrossAttention
     Full Causal Window Prefix Documents Lengths Diagonal Keys SameToken AfterSameToken Keep Drop Rule Mask
     ALiBi Relative Dense Sinusoidal Rotary measures observe open_run TokenizedText from_onnx_attention
-    ALiBi Relative Dense Sinusoidal Rotary measures observe open_run TokenizedText Patches find_patches
+    Patches find_patches accelerate
 """
 
 

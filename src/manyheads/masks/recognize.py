@@ -17,7 +17,7 @@ from manyheads.masks.leaves import Causal, Keep, Lengths
 
 
 def split_masks(
-    tensors: Mapping[str, Tensor], offset: int = 0, t: int | None = None
+    tensors: Mapping[str, Tensor], offset: int = 0, t: int | None = None, detach: bool = True
 ) -> tuple[Mask | None, Tensor | None]:
     """Split mask tensors into a mask and a bias.
 
@@ -27,6 +27,7 @@ def split_masks(
             for −inf.
         offset: The position of the first query.
         t: The number of queries, if a mask may have fewer rows.
+        detach: If False, the tensor to add has the gradient of those that were given.
 
     Returns:
         A mask, and a tensor to add that broadcasts to `[b, h, t, s]`; None if nothing is masked or added.
@@ -38,17 +39,17 @@ def split_masks(
     mask: Mask | None = None
     bias: Tensor | None = None
     for name, tensor in tensors.items():
-        tensor = collapse(tensor.detach())
-        keep = visible(tensor, name)
+        tensor = collapse(tensor.detach() if detach else tensor)
+        keep = visible(tensor.detach(), name)
         if tensor.is_floating_point():
-            if not bool((tensor < torch.inf).all()):
+            if not bool((tensor.detach() < torch.inf).all()):
                 raise ValueError(f"Expected finite numbers or -inf (masked) in {name}, got NaN or +inf.")
             added = torch.where(keep, tensor, 0.0)
             # A constant that is added to a whole row, such as -1e9 on padding, doesn't change its softmax,
             # but the sum of such a number and a score would lose the digits of the score.
-            constant = torch.where(keep, tensor, -torch.inf).amax(-1, keepdim=True)
+            constant = torch.where(keep, tensor.detach(), -torch.inf).amax(-1, keepdim=True)
             added = torch.where(keep & (constant.abs() > 1000), tensor - constant, added)
-            if bool((added != 0).any()):
+            if added.requires_grad or bool((added != 0).any()):
                 bias = added if bias is None else bias + added
         # In inference mode changes in place aren't counted, so the mask needs its own copy.
         recognized = recognize_mask(keep.clone() if keep.is_inference() else keep, offset, t)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
-from manyheads import kernels
+from manyheads import kernels, sdpa_hooks
 from manyheads.biases import Dense
 from manyheads.classic import common
 from manyheads.functional import attention, attention_with_map, autocast
@@ -49,7 +49,7 @@ INTERCEPTED = (
     "flex_attention, Hugging Face's attention interface, and manyheads' own attention"
 )
 
-SDPA, COMPILE = F.scaled_dot_product_attention, torch.compile
+COMPILE = torch.compile
 
 
 class Observer(Protocol):
@@ -224,7 +224,8 @@ def intercepting(observer: Observer) -> Iterator[None]:
     global _stance
     with _lock:
         if not _open:
-            F.scaled_dot_product_attention, torch.compile = _count_strays, _compile
+            torch.compile = _compile
+            sdpa_hooks.set_notify(_count_strays)
             # Before torch._dynamo is imported there is no compiled code, and importing it takes a second.
             if "torch._dynamo" in sys.modules:
                 _run_eagerly()
@@ -235,7 +236,8 @@ def intercepting(observer: Observer) -> Iterator[None]:
         with _lock:
             _open.remove(observer)
             if not _open:
-                F.scaled_dot_product_attention, torch.compile = SDPA, COMPILE
+                torch.compile = COMPILE
+                sdpa_hooks.set_notify(None)
                 if _stance is not None:
                     _stance.__exit__(None, None, None)
                     _stance = None
@@ -265,17 +267,14 @@ def _compile(*args: Any, **kwargs: Any) -> Any:
     return compiled
 
 
-def _count_strays(*args: Any, **kwargs: Any) -> Tensor:
-    """Call scaled_dot_product_attention, and count the call if this thread has no running observed module."""
-    # Code that was imported while a model was observed may keep a reference to this function.
-    is_stray = _open and not torch.compiler.is_compiling() and not _thread.running and not _thread.paused
+def _count_strays() -> None:
+    """Count an attention call if this thread has no running observed module."""
+    if _thread.running or _thread.paused:
+        return
     # If a module is on the call stack, the call belongs to a model that isn't observed.
-    if is_stray and not any(
-        frame.f_code is nn.Module._call_impl.__code__ for frame, _ in walk_stack(sys._getframe())
-    ):
+    if not any(frame.f_code is nn.Module._call_impl.__code__ for frame, _ in walk_stack(sys._getframe())):
         for observer in list(_open):
             observer.strays += observer.active > 0
-    return SDPA(*args, **kwargs)
 
 
 # -- the mode that intercepts calls ----------------------------------------------------------------
@@ -421,8 +420,10 @@ def _scaled_dot_product_attention(
         offset=offset,
     )
 
+    attend = sdpa_hooks.compute if func is sdpa_hooks.SDPA else func  # `accelerate` may compute it
+
     def compute() -> Tensor:
-        out = func(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        out = attend(query, key, value, attn_mask, dropout_p, is_causal, **options)
         return out if dims > 3 else out.unsqueeze(-3)
 
     out = record_attention(problem, compute, head_axis=-3)

@@ -15,6 +15,8 @@ The model's own kernel computes its output, with one exception: models with soft
 eager kernel, and if that would build more than 2 GiB of weights (`calls.MAX_EAGER_BYTES`), manyheads computes
 the output. A query without visible keys, for example in left padding, has weights of zero in the map, whereas
 eager attention gives all keys the same weight.
+
+A model that runs on manyheads (`manyheads.hf`) calls `attention`, which `intercept` records.
 """
 
 from __future__ import annotations
@@ -107,6 +109,8 @@ def _replace(cls: type, name: str, new: Callable[..., Any]) -> None:
 def _wrap(function: Function, name: str | None = None) -> Function:
     """Return an attention function whose calls by attached modules are recorded."""
     kernel = Kernel.of(function, name)
+    if kernel.name == "manyheads":
+        return function  # it calls `attention`, which is intercepted
 
     @wraps(function)
     def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from inspect import Parameter, signature
 from typing import Any
 
@@ -18,7 +19,7 @@ from manyheads.functional import autocast
 from manyheads.masks import Causal, Keep, Mask, Window
 from manyheads.masks.recognize import first_position, split_masks, visible
 from manyheads.observe.intercept import check_readable
-from manyheads.observe.transformers.masks import combine, find_origin, padding_mask
+from manyheads.observe.transformers.masks import LazyMask, combine, find_origin, padding_mask
 from manyheads.problem import Problem
 from manyheads.shapes import kind, shape_of, sizes
 
@@ -26,6 +27,7 @@ Function = Callable[..., tuple[Tensor, Tensor | None]]
 
 # The names of kernels that models share, by the module that defines them.
 SHARED = {f"transformers.integrations.{name}_attention": name for name in ("sdpa", "flash", "flex")}
+SHARED["manyheads.hf"] = "manyheads"
 
 FIRST = ("module", "query", "key", "value", "attention_mask")
 
@@ -41,7 +43,7 @@ MAX_EAGER_BYTES = 2**31
 class Kernel:
     """An attention function of transformers, with its parameters after the first five (`FIRST`).
 
-    Its name is "sdpa", "flash", "flex", "eager" (a model's own function), or "" (unknown).
+    Its name is "sdpa", "flash", "flex", "manyheads", "eager" (a model's own function), or "" (unknown).
     """
 
     function: Function
@@ -97,8 +99,13 @@ class Call:
         """Return the call as a problem; raise ValueError if a part of it isn't supported."""
         for option in sorted(self.kernel.unsupported):
             if self.options.get(option) is not None:
-                raise self._error(f"its kernel is called with {option}, which manyheads doesn't support")
+                raise self.error(f"its kernel is called with {option}, which manyheads doesn't support")
         check_readable(type(self.module).__name__, query=self.query, key=self.key, value=self.value)
+        (q, k, v), options = self.arguments()
+        return Problem.of(q, k, v, **options)
+
+    def arguments(self) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+        """Return q, k and v, and the other arguments of `attention` that compute the same."""
         q, k, v = autocast(self.query, self.key, self.value)
         if q.dim() == 4 and q.shape[0] == 1:
             q = q.expand(k.shape[0], -1, -1, -1)  # learned queries, shared by the batch
@@ -109,28 +116,33 @@ class Call:
             tensors["position_bias"] = position_bias
         bias = None
         if tensors:
-            dense, added = split_masks(tensors, offset, shape.t)
+            # A bias that is learned gets its gradient if manyheads computes the output.
+            dense, added = split_masks(tensors, offset, shape.t, detach=self.kernel.name != "manyheads")
             mask, bias = combine(mask, dense), None if added is None else Dense(added)
         sink = self.options.get("s_aux")
         if sink is not None:
             if sink.numel() != shape.h:
-                raise self._error(f"expected one sink for each of {shape.h} heads, got {sizes(sink)}")
+                raise self.error(f"expected one sink for each of {shape.h} heads, got {sizes(sink)}")
             sink = sink.reshape(shape.h) if self.kernel.reads("s_aux") else None
         scale, softcap, dropout_p = self._read_numbers("scaling", "softcap", "dropout")
         if dropout_p is None or (self.kernel.name == "eager" and not self.module.training):
             dropout_p = 0.0  # the other kernels apply it in evaluation too
-        return Problem.of(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
-                          dropout_p=dropout_p, offset=offset)  # fmt: skip
+        return (q, k, v), {
+            "mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sink": sink,
+            "dropout_p": dropout_p, "offset": offset,
+        }  # fmt: skip
 
-    def _error(self, reason: str) -> ValueError:
-        return ValueError(f"The attention of {type(self.module).__name__} can't be observed: {reason}.")
+    def error(self, reason: str) -> ValueError:
+        """Return the error for a call with something that isn't supported."""
+        done = "run on manyheads" if self.kernel.name == "manyheads" else "be observed"
+        return ValueError(f"The attention of {type(self.module).__name__} can't {done}: {reason}.")
 
     def _read_numbers(self, *options: str) -> list[Any]:
         values = list(map(self.options.get, options))
         for n, value in enumerate(values):
             if isinstance(value, Tensor):
                 if value.numel() != 1:
-                    raise self._error(f"expected its {options[n]} to be a number, got {sizes(value)}")
+                    raise self.error(f"expected its {options[n]} to be a number, got {sizes(value)}")
                 values[n] = value.item()
         return values
 
@@ -140,23 +152,27 @@ class Call:
         """Return the mask as a value, mask tensors that aren't recognized yet, and the position of row 0."""
         mask, is_causal = self.mask, self.options.get("is_causal")
         if is_causal is None:  # the kernel's default if it gets no mask
-            is_causal = getattr(self.module, "is_causal", True)
+            is_causal = is_causal_by_default(self.module, self.kernel.name)
         if self.kernel.name == "flash":
             return self._read_flash_mask(t, s, is_causal)
         if mask is None:
             if not self.kernel.name:
                 name = getattr(self.kernel.function, "__name__", self.kernel.function)
-                raise self._error(
+                raise self.error(
                     f"its kernel {name} isn't one of transformers' own and got no mask, which may mean that "
                     "nothing is masked or that it is causal"
                 )
             # sdpa then uses is_causal, which counts from the top left, unless there is a single query.
-            if self.kernel.name == "sdpa" and is_causal and t > 1:
+            if self.kernel.name in ("sdpa", "manyheads") and is_causal and t > 1:
                 return Causal(), {}, 0
             return None, {}, s - t if is_causal else 0
         is_tensor = isinstance(mask, Tensor) and (mask.dtype == torch.bool or mask.is_floating_point())
         if not is_tensor and not hasattr(mask, "mask_mod"):
-            raise self._error(f"expected its mask to be a tensor of bool or floats, got {kind(mask)}")
+            raise self.error(f"expected its mask to be a tensor of bool or floats, got {kind(mask)}")
+        if isinstance(mask, LazyMask):
+            if not mask.is_dense and tuple(mask.shape[2:]) == (t, s):
+                return combine(mask.value), {}, mask.offset
+            mask = mask.dense()
         offset = s - t if is_causal else 0
         origin = find_origin(mask, t, s)
         if origin is not None:
@@ -177,7 +193,7 @@ class Call:
         """Read the mask of a flash kernel: padding `[b, s]`; the kernel is causal from the bottom right."""
         padding, window = self.mask, self.options.get("sliding_window")
         if padding is not None and (not isinstance(padding, Tensor) or padding.dim() != 2):
-            raise self._error(f"expected its flash kernel's mask to be padding [b, s], got {kind(padding)}")
+            raise self.error(f"expected its flash kernel's mask to be padding [b, s], got {kind(padding)}")
         n = s if padding is None else padding.shape[1]  # the keys that are read, if the cache is static
         parts: list[Mask] = [Causal()] if is_causal else []
         if window is not None:
@@ -247,10 +263,39 @@ class Call:
         difference = float((theirs - ours)[counts].norm() / largest[counts].norm().clamp(min=1e-30))
         score_size = float(score[kept & score.isfinite()].abs().amax()) if counts.any() else 0.0
         if difference > max(1e-3, 4 * _rounding(problem, out) * (1 + score_size)):
-            raise self._error(
+            raise self.error(
                 f"in rows {rows.tolist()} its output differs by {difference:.1%} from attention with its "
                 "queries, keys, values and mask, so its kernel computes something else"
             )
+
+
+def is_causal_by_default(module: nn.Module, kernel: str = "manyheads") -> bool:
+    """Return True if a call without a mask is causal.
+
+    Our kernel then computes what the model's default kernel does: `sdpa` is causal unless the module says
+    that it isn't, and a model that doesn't support `sdpa` has an eager kernel, which masks nothing.
+    """
+    if kernel == "manyheads" and not _supports_sdpa(type(module)):
+        return False
+    return bool(getattr(module, "is_causal", True))
+
+
+@torch.compiler.assume_constant_result
+def _supports_sdpa(kind_of_module: type) -> bool:
+    """Return True if a model that is defined beside this kind of module supports `sdpa`."""
+    return _find_sdpa(kind_of_module)
+
+
+@cache
+def _find_sdpa(kind_of_module: type) -> bool:
+    """Return True if a model that is defined beside this kind of module supports `sdpa`."""
+    for base in kind_of_module.__mro__:
+        home = sys.modules.get(base.__module__)
+        names = {} if home is None else dict(vars(home))
+        flags = [each._supports_sdpa for each in names.values() if hasattr(each, "_supports_sdpa")]
+        if flags:
+            return any(flags)
+    return False
 
 
 def _sample_rows(problem: Problem) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from manyheads.masks import Causal, Documents, Full, Mask, Window, band_mask
@@ -72,15 +73,24 @@ class Origin:
         """Return the mask as a value; None if there is none that equals the mask that was made."""
         version = made._version if isinstance(made, Tensor) and not made.is_inference() else 0
         if self.version != version:
-            self.version, mask = version, self._translate(self.function)
-            if mask is not None and self.padding is not None:
-                mask = mask & padding_mask(self._columns(self.padding), self.s)
+            self.version, mask = version, self.translate()
             self.value = mask if mask is not None and self._equals(mask, made) else None
         return self.value
 
-    def _columns(self, x: Tensor) -> Tensor:
-        """Return the entries of the mask's columns from a tensor `[b, n]` that is indexed by position."""
-        return x[:, self.column : self.column + self.s]
+    def translate(self) -> Mask | None:
+        """Return the function and the padding as a value; None if the function is unknown."""
+        mask = self._translate(self.function)
+        if mask is not None and self.padding is not None:
+            mask = mask & padding_mask(self.columns(self.padding), self.s)
+        return mask
+
+    def columns(self, x: Tensor, pad: bool = False) -> Tensor:
+        """Return the entries of the mask's columns from a tensor `[b, n]` that is indexed by position.
+
+        pad: Add zeros for the columns beyond n.
+        """
+        x = x[:, self.column : self.column + self.s]
+        return nn.functional.pad(x, (0, self.s - x.shape[1])) if pad else x
 
     def _translate(self, function: Callable[..., Any]) -> Mask | None:
         """Return a mask function as a value, from its name and its closure; None for an unknown function."""
@@ -97,9 +107,9 @@ class Origin:
             case "sliding_window_bidirectional_overlay":
                 return Window(left=closure["sliding_window"], right=closure["sliding_window"])
             case "padding_mask_function":
-                return padding_mask(self._columns(closure["padding_mask"]), self.s)
+                return padding_mask(self.columns(closure["padding_mask"]), self.s)
             case "packed_sequence_mask_function":
-                return Documents(self._columns(closure["packed_sequence_mask"]))
+                return Documents(self.columns(closure["packed_sequence_mask"]))
             case "remap_positions_for_packed_sequence":  # within a sequence, differences stay the same
                 return self._translate(closure["mask_function"])
             case "chunked_overlay":
@@ -110,7 +120,7 @@ class Origin:
                 ids, first = closure["block_sequence_ids"], int(self.row)
                 queries = ids[:, first : first + self.t]  # [b, t]
                 # A negative id belongs to no block, and equals no other id.
-                return Documents(self._columns(ids).clamp(min=-1), queries=queries.where(queries >= 0, -2))
+                return Documents(self.columns(ids).clamp(min=-1), queries=queries.where(queries >= 0, -2))
             case "and_masks" | "or_masks":
                 masks = [self._translate(each) for each in closure["mask_functions"]]
                 known = [mask for mask in masks if mask is not None]
@@ -136,6 +146,82 @@ class Origin:
             if not torch.equal(keep, theirs):
                 return False
         return True
+
+
+class LazyMask(Tensor):
+    """A boolean mask tensor `[b, 1, t, s]` (True = attend) whose entries are computed when they are needed.
+
+    Models pass masks from the function that makes them to the attention function. Ours needs the value only,
+    and an operation of PyTorch on this tensor gets its entries.
+
+    Attributes:
+        value: The mask; None if everything is visible.
+        offset: The position of row 0.
+    """
+
+    value: Mask | None
+    offset: int
+    _make: Callable[[], Tensor]
+    _dense: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, value: Mask | None, offset: int, shape: tuple[int, ...], make: Callable[[], Tensor], device: Any
+    ) -> LazyMask:
+        """Return a mask whose entries `make` computes."""
+        mask: LazyMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        mask.value, mask.offset, mask._make, mask._dense = value, offset, make, None
+        return mask
+
+    @property
+    def is_dense(self) -> bool:
+        """True if the entries were read, and may have been changed since."""
+        return self._dense is not None
+
+    def dense(self) -> Tensor:
+        """Return the entries as a plain tensor; a change in place of that tensor changes this mask."""
+        if self._dense is None:
+            self._dense = self._make()
+        return self._dense
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call an operation with the entries in place of the mask."""
+        args, kwargs = tree_map_only(LazyMask, LazyMask.dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.dense().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dense().__reduce_ex__(protocol)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"LazyMask({self.value}, offset={self.offset}, shape={list(self.shape)})"
+
+
+def lazy_mask(origin: Origin, b: int, make: Callable[[], Tensor], device: Any) -> LazyMask | None:
+    """Return the mask of b sequences that `make` computes, as a lazy tensor; None if it isn't recognized.
+
+    A few rows are compared with the function of transformers that defines it.
+    """
+    value = origin.translate()
+    if value is None:
+        return None
+    rows = torch.linspace(0, origin.t - 1, min(origin.t, 5), device=device).round().long().unique()
+    batch = torch.arange(b, device=device)[:, None, None, None]
+    head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
+    row, j = rows[None, None, :, None], torch.arange(origin.s, device=device)[None, None, None, :]
+    theirs = origin.function(batch, head, row + origin.row, j + origin.column)
+    if origin.padding is not None:
+        theirs = theirs & origin.columns(origin.padding, pad=True)[:, None, None]
+    ours = value.bind(origin.offset, origin.s).keep(batch, head, row + origin.offset, j)
+    shape = (b, 1, len(rows), origin.s)
+    if not torch.equal(ours.expand(shape), theirs.expand(shape)):
+        return None
+    return LazyMask(combine(value), origin.offset, (b, 1, origin.t, origin.s), make, device)
 
 
 def padding_mask(real: Tensor, s: int) -> Mask:
