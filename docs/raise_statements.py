@@ -1,4 +1,4 @@
-"""The errors that the library raises: their classes and texts, read from the raise statements of the source."""
+"""The errors that the library raises: their classes and texts, read from its raise statements."""
 
 from __future__ import annotations
 
@@ -29,16 +29,54 @@ INTERNAL = {
 # Classes that end a command or a process, and carry no message.
 SIGNALS = {"NotImplementedError", "KeyboardInterrupt", "SystemExit", "Exit"}
 # The verbs of an advice that follows a colon.
-ADVICE = "use|pass|move|write|convert|wrap|compose|say|allocate|call|give|read|build"
+ADVICE = "if|pad|observe|use|pass|move|write|convert|wrap|compose|say|allocate|call|give|read|build"
 # Reasons become part of the error of a caller: the module, the start of the reason, and the whole error.
 REASONS = [
     ("storage", "its mask has", "Call ‹call› of ‹name› can't be saved: {}"),
-    ("storage", "its mask is nested more than ‹DEPTH› deep. Save", "Call ‹call› of ‹name› can't be saved: {}"),
-    ("storage", "", "‹path› isn't a valid manyheads file: {} Save it again, or restore it from a copy."),
-    ("text.models", "there is no", "‹name› has no tokenizer that can be loaded: {}"),
-    ("kernels.flex", "it returns", "Expected a mask_mod to return one boolean for each query and key, but {}."),
-    ("viewer.server", "it must", "Can't listen on port ‹port›: {}. Pass a different port, or 0 for any free one."),
+    ("storage", "its mask is nested more than ‹…› deep. Save", "Call ‹call› of ‹name› can't be saved: {}"),
+    ("storage", "its header", "‹path› isn't a safetensors file, or is truncated: {}. Save it again."),
+    ("storage", "", "‹path› isn't a valid manyheads file: {} Save it again."),
+    ("observe.summaries", "its tensors", "The statistics in the file can't be read: {}. Save it again."),
+    ("text.models", "there is no", "‹name› has no tokenizer that can be loaded: {}. Save one beside it."),
+    (
+        "kernels.flex",
+        "it returns",
+        "kernel=\"flex\" doesn't support this: ‹rule› can't be evaluated for one pair ({}). "
+        'Use kernel="auto", or a kernel that explain(...) lists as supported.',
+    ),
+    (
+        "viewer.server",
+        "it must",
+        "Can't listen on port ‹port›: {}. Pass a different port, or 0 for any free one.",
+    ),
 ]
+# Errors that contain one of another library or of the caller's code: what to do.
+FIXES = {
+    "Correct the line that the error names: it is in the code under check.": (
+        "building ‹name› raised",
+        "calling ‹",
+        "calling the factory",
+        "importing ‹",
+        "reading ‹",
+    ),
+    "Do what the error in it says.": ("Call ‹call› of ‹name› can't be saved: ‹error›",),
+    "Save the file again: it is damaged, or another program wrote it.": (
+        "Expected tensor ‹name›",
+        "Expected only the bytes",
+        "Expected axes of at most",
+        "Expected ‹name› to have",
+        "Expected lse to be ‹dtype›",
+        "Expected value_norm to be torch.float32",
+        "Expected every call once",
+        "Expected a mask or bias to be one of",
+        "Expected a name to be a string of",
+        "Expected the ‹field› of",
+        "Expected a whole number between",
+        "‹path› isn't a valid",
+    ),
+}
+# What follows "Expected NAME to": else "to" belongs to the description of what is expected.
+VERBS = "be|have|share|divide|broadcast|match|return|take|rotate|start|support|give"
 
 
 @dataclass(frozen=True)
@@ -108,7 +146,11 @@ def errors() -> list[Raised]:
                 if is_internal(source.module, error):
                     continue
                 cause, fix = split(complete(source.module, text))
-                found[source.module, error, cause, fix] = Raised(source.module, node.lineno, error, cause, fix)
+                if error == "UnexpectedOutput":  # of the code under check
+                    fix = fix.replace("Pass ", "Return ")
+                found[source.module, error, cause, fix] = Raised(
+                    source.module, node.lineno, error, cause, fix
+                )
     return list(found.values())
 
 
@@ -128,12 +170,17 @@ def complete(module: str, text: str) -> str:
 def split(text: str) -> tuple[str, str]:
     """Split a message into its cause and its fix."""
     cause, fix = partition(" ".join(text.split()))
-    return cause, fix or expectation(cause)
+    if cause[-1] not in ".?›)":
+        cause += "."
+    given = (advice for advice, starts in FIXES.items() if cause.startswith(starts))
+    return cause, fix or next(given, "") or expectation(cause)
 
 
 def partition(text: str) -> tuple[str, str]:
     """Return the first sentence of a message and the rest, which may follow a colon: "…: use eager."."""
-    sentence = re.search(r"(?<!e\.g)(?<!i\.e)[.!?]\)? (?=[A-Za-z‹`/\"_-])", text)
+    sentence = re.search(
+        r"(?:(?<!e\.g)(?<!i\.e)[.!?]\)? |‹(?:error|reason)› (?=[A-Z]))(?=[A-Za-z‹`/\"_-])", text
+    )
     if sentence:
         return text[: sentence.end() - 1], text[sentence.end() :]
     advice = re.search(rf"[:;] (?=(?:{ADVICE}) )", text)
@@ -144,14 +191,20 @@ def partition(text: str) -> tuple[str, str]:
 
 def expectation(cause: str) -> str:
     """Return what to do, for a sentence of the form "Expected …, got …."."""
-    found = re.match(r"Expected (.+?),? (?:but got|but it takes|got) ", cause.replace(", got ", " got "))
+    found = re.match(r"Expected (.+?)(?:,? but it takes .*|, got .*|\.$)", cause)
     if not found:
         return ""
-    expected = found[1].rstrip(",")
-    if form := re.match(r"((?:(?! to ).)+) to (be|\w+) (.+)", expected):
-        subject, verb, rest = form.groups()
-        return f"Pass {rest} as {subject}." if verb == "be" and len(subject) < 30 else f"Make {subject} {verb} {rest}."
-    return f"Pass {expected}."
+    form = re.match(rf"((?:(?! to ).)+) to ({VERBS}) (.+)", found[1])
+    if not form:
+        return f"Pass {found[1]}."
+    name, verb, rest = form.groups()
+    if verb != "be":
+        return f"Make {name} {verb} {rest}."
+    if re.match("between|at (least|most)|below", rest):
+        return f"Set {name} to a value {'of ' if rest.startswith('at') else ''}{rest}."
+    if re.match("even|finite|different|positive|boolean|integers? ", rest):
+        return f"Make {name} {rest}."
+    return f"Pass {rest} as {name}."
 
 
 @dataclass(frozen=True)
@@ -169,7 +222,9 @@ class Scope:
         given = [*zip(names, call.args, strict=False), *((word.arg, word.value) for word in call.keywords)]
         deeper = replace(self, depth=self.depth + 1)
         texts = [(name, tuple(templates(value, deeper))) for name, value in given if name]
-        return Scope(source, [function], tuple((name, found) for name, found in texts if found), self.depth + 1)
+        return Scope(
+            source, [function], tuple((name, found) for name, found in texts if found), self.depth + 1
+        )
 
     def find(self, name: str) -> Iterator[tuple[ast.FunctionDef, Source]]:
         """Yield the functions of a name: of this module, else of all."""
@@ -246,7 +301,8 @@ def templates(node: ast.expr | None, scope: Scope, depth: int = 0) -> list[str]:
             for known, texts in scope.arguments:
                 if known == name:
                     return list(texts)
-            values = [templates(value, scope, depth + 1) for value in assigned(name, scope)]
+            given = [value for value in assigned(name, scope) if ast.unparse(value) != "None"]
+            values = [templates(value, scope, depth + 1) for value in given]
             return [text for texts in values for text in texts] if values and all(values) else []
         case ast.Call(func=ast.Name(id=name)):
             for function, source in scope.find(name):
@@ -261,7 +317,10 @@ def templates(node: ast.expr | None, scope: Scope, depth: int = 0) -> list[str]:
 def pieces(part: ast.expr, scope: Scope, depth: int) -> list[str]:
     """Return the texts of a part of an f-string."""
     if isinstance(part, ast.FormattedValue):
-        texts = templates(part.value, scope, depth + 1) if part.format_spec is None else []
+        is_call = isinstance(part.value, ast.Call) and ast.unparse(part.value.func) != "close_matches"
+        is_text = part.format_spec is None and not is_call
+        texts = templates(part.value, scope, depth + 1) if is_text else []
+        texts = [text for text in texts if text] or texts[:1]  # with a hint, if there may be one
         return texts if 0 < len(texts) <= 3 else [f"‹{label(part.value)}›"]
     return [str(part.value)] if isinstance(part, ast.Constant) else []
 
@@ -273,7 +332,31 @@ def joined(parts: list[list[str]]) -> list[str]:
 
 def label(node: ast.expr) -> str:
     """Return a short name of a value."""
-    if isinstance(node, ast.Call) and len(node.args) == 1 and ast.unparse(node.func) in ("sizes", "kind", "brief"):
+    if (
+        isinstance(node, ast.Call)
+        and len(node.args) == 1
+        and ast.unparse(node.func) in ("sizes", "kind", "brief")
+    ):
         return {"sizes": "shape", "kind": "type"}.get(ast.unparse(node.func)) or label(node.args[0])
-    text = ast.unparse(node).rpartition(".")[2]
-    return text if text.isidentifier() and len(text) < 30 and not text.isupper() and text != "self" else "…"
+    text = ast.unparse(node).rpartition(".")[2].strip("_").replace("_", " ")
+    return text if text.replace(" ", "").isalnum() and len(text) < 30 and not text.isupper() else "…"
+
+
+def kernel_reasons() -> Iterator[tuple[str, str]]:
+    """Yield each kernel and each reason why it doesn't support a problem."""
+    for source in sources():
+        name = source.module.removeprefix("kernels.")
+        if not source.module.startswith("kernels."):
+            continue
+        for function in source.functions.values():
+            if not re.fullmatch("_?why(_machine|_rule)?_unsupported(_on_cuda)?", function.name):
+                continue
+            for node in ast.walk(function):
+                found: list[ast.expr] = []
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "reasons.append":
+                    found = node.args
+                elif isinstance(node, ast.List):
+                    found = node.elts
+                for value in found:
+                    for text in templates(value, Scope(source, [function])):
+                        yield name, " ".join(text.split())

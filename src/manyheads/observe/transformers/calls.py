@@ -123,7 +123,10 @@ class Call:
                           dropout_p=dropout_p, offset=offset)  # fmt: skip
 
     def _error(self, reason: str) -> ValueError:
-        return ValueError(f"The attention of {type(self.module).__name__} can't be observed: {reason}.")
+        return ValueError(
+            f"The attention of {type(self.module).__name__} can't be observed: {reason}. "
+            'Load the model with attn_implementation="sdpa".'
+        )
 
     def _read_numbers(self, *options: str) -> list[Any]:
         values = list(map(self.options.get, options))
