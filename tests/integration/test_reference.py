@@ -39,9 +39,9 @@ def raise_statements() -> Any:
 
 
 def resolve(name: str) -> Any:
-    """Return the object of a dotted name, as autodoc finds it: the longest module, then attributes."""
+    """Return the object of a dotted name: an attribute of a module, even if a submodule has its name."""
     parts = name.split(".")
-    for n in range(len(parts), 0, -1):
+    for n in range(len(parts) - 1, 0, -1):
         try:
             found: Any = import_module(".".join(parts[:n]))
         except ModuleNotFoundError:
@@ -106,7 +106,9 @@ def test_no_raise_statement_is_missing(raise_statements: Any) -> None:
                 for error, text in found
             )
             if not (found and on_page) and (source.module, node.lineno) not in listed:
-                missing.append(f"{source.module}:{node.lineno}: {ast.unparse(node)}")
+                missing.append(
+                    f"{source.module}:{node.lineno}: {ast.unparse(node).removesuffix(' from None')}"
+                )
     assert [each for each in missing if not AGAIN.search(each)] == []
 
 
@@ -143,7 +145,7 @@ def test_every_error_has_a_class_a_cause_and_a_fix(raise_statements: Any) -> Non
 def test_no_error_is_a_fragment_or_leaks_code(raise_statements: Any) -> None:
     for error in raise_statements.errors():
         for text in (error.cause, error.fix):
-            assert not re.search(r"self\.|__\w+__|‹[A-Z_]{2,}›|‹\w*[_.]\w*›|\{\w+\}", text), error
+            assert not re.search(r"\bself\.\w|__\w+__|‹[A-Z_]{2,}›|‹\w*[_.]\w*›|\{\w+\}", text), error
             assert ".." not in text.replace("...", ""), error
             assert text[0].isupper() or not re.match(r"(an?|it|its|in|there|the|whose|because) ", text), error
 

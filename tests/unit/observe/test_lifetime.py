@@ -666,7 +666,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_bytes": "1GB"}, TypeError, "max_bytes to be a whole number, got '1GB'"),
     ({"max_bytes": -1}, ValueError, "max_bytes to be at least 0, got -1"),
     ({"layers": "layers.7"}, ValueError, "no module 'layers.7'. Choose a similar one: layers.1"),
-    ({"layers": "0.mlp"}, ValueError, "layers names '0.mlp', which made no attention call; "),
+    ({"layers": "0.mlp"}, ValueError, "layers names '0.mlp', which made no attention call. Choose one of "),
     ({"layers": [0, 2]}, ValueError, "layers names 2, which made no attention call"),
     ({"layers": -1}, ValueError, "at least 0, got -1"),
     ({"layers": []}, ValueError, "layers"),
