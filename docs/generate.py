@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
+import raise_statements
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from manyheads import cli
 
-SOURCE = Path(cli.__file__).parent
 ABOUT_ERRORS = """# Errors
 
-Every error that the library raises with a message of its own, by module. A message says what was expected,
-what was given, and how to fix it. ‹…› stands for your values.
+Every error that the library raises with a message of its own, by module: its class, its cause and how to fix
+it. ‹…› stands for your values. A command prints the message in one line and exits with code 2.
+
+Most messages contain the fix. Where a message says only what was expected and what it got, the fix here says
+what to pass. The errors of `manyheads.checker` become part of its report, unless you call `assert_attention`,
+whose `AssertionError` has the report as its message.
+"""
+ABOUT_REASONS = """## Why a kernel doesn't support a problem
+
+`attention(..., kernel="…")` raises ValueError with these reasons, and `explain` lists them. `kernel="auto"`
+uses the fastest kernel that supports the problem. `kernel="reference"` supports every problem. The native
+kernel can't be used if its library is missing or can't be loaded; `manyheads kernels` says why.
+
+| kernel | reason |
+|---|---|
 """
 
 
@@ -41,51 +53,19 @@ def commands() -> str:
 
 
 def errors() -> str:
-    """Return a table of errors for each module."""
+    """Return a table of errors for each module, and the reasons of the kernels."""
     sections = [ABOUT_ERRORS]
-    for path in sorted(SOURCE.rglob("*.py")):
-        rows = sorted(set(raised(ast.parse(path.read_text(encoding="utf-8")))))
-        if rows:
-            names = path.relative_to(SOURCE.parent).with_suffix("").parts
-            module = ".".join(names).removesuffix(".__init__")
-            lines = [f"| `{name}` | {cell(message)} |" for name, message in rows]
-            sections.append("\n".join([f"## {module}\n", "| error | message |", "|---|---|", *lines, ""]))
+    for module, found in groupby(raise_statements.errors(), key=lambda error: error.module):
+        rows = dict.fromkeys(f"| `{x.error}` | {code(x.cause)} | {code(x.fix)} |" for x in found)
+        title = f"manyheads.{module}" if module else "manyheads"
+        sections.append("\n".join([f"## {title}\n", "| error | cause | fix |", "|---|---|---|", *rows, ""]))
+    reasons = dict.fromkeys(raise_statements.kernel_reasons())
+    sections.append(ABOUT_REASONS + "\n".join(f"| {name} | {code(text)} |" for name, text in reasons) + "\n")
     return "\n".join(sections)
 
 
-def raised(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield the class and the message of every error that a module raises with a text."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-            for argument in node.exc.args:
-                text = template(argument)
-                if text and " " in text:
-                    yield ast.unparse(node.exc.func).rpartition(".")[2], text
-
-
-def template(node: ast.expr) -> str:
-    """Return the text of a string, with names in place of its values; empty for other expressions."""
-    match node:
-        case ast.Constant(value=str(text)):
-            return text
-        case ast.JoinedStr(values=parts):
-            return "".join(
-                str(part.value) if isinstance(part, ast.Constant) else f"‹{label(part.value)}›"  # type: ignore[attr-defined]
-                for part in parts
-            )
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return template(left) + template(right)
-    return ""
-
-
-def label(node: ast.expr) -> str:
-    """Return a short name of a value."""
-    text = ast.unparse(node)
-    return text if len(text) < 30 and text.replace(".", "").replace("_", "").isalnum() else "…"
-
-
-def cell(text: str) -> str:
-    """Return a text for a cell of a table, without characters that Markdown would interpret."""
-    for character in "\\`*_|[]<$":
-        text = text.replace(character, f"\\{character}")
-    return " ".join(text.split())
+def code(text: str) -> str:
+    """Return a text as code in a cell of a table, in which Markdown changes no character."""
+    fence = "``" if "`" in text else "`"
+    padding = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{padding}{text.replace('|', chr(92) + '|')}{padding}{fence}"

@@ -97,7 +97,9 @@ def parse_utf8(text: str) -> str:
     try:
         return os.fsencode(text).decode()
     except UnicodeDecodeError:
-        raise typer.BadParameter("Expected UTF-8 text.") from None
+        raise typer.BadParameter(
+            "Expected UTF-8 text, got other bytes. Use a terminal in UTF-8, or pass a file."
+        ) from None
 
 
 def print_version(requested: bool) -> None:
@@ -285,7 +287,8 @@ def view(
 
     if export is None and (layer is not None or head or full or yes):
         raise ValueError(
-            "Expected --layer, --head, --full and --yes with --export only: the viewer shows every head."
+            "Expected --layer, --head, --full and --yes with --export only, got none. Leave them out: the "
+            "viewer shows every head."
         )
     if export is not None and picture is not None:
         raise ValueError("Expected --picture without --export: an exported page has no picture.")
@@ -310,7 +313,9 @@ def write_page(plan: Export, yes: bool) -> None:
     print(plan.description, flush=True)
     if plan.size > CONFIRM_BYTES and not yes:
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
-            raise ValueError("Expected --yes for an export of more than 200 MB without a terminal.")
+            raise ValueError(
+                "Expected --yes for an export of more than 200 MB without a terminal, got none. Add it."
+            )
         if not typer.confirm("write it?"):
             raise typer.Exit(1)
     with terminal.progress() as progress:
@@ -549,7 +554,7 @@ def bench(
     elif "choice" in (kind or ()):
         raise ValueError("Expected --kind choice alone, got other kinds too. Run them one after another.")
     elif seed is not None:
-        raise ValueError("Expected --seed with --kind choice only, as other kinds draw no random cases.")
+        raise ValueError("Expected --seed with --kind choice only, got another kind. Leave it out.")
     else:
         cases = bench.problems(
             tuple(kind or bench.KINDS),

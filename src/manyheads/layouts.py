@@ -64,7 +64,10 @@ def read_weights(tensors: Mapping[str, Tensor], layout: str, layer: LayerSizes) 
     missing = [name for name, parts in names.items() if name not in tensors and required & {*parts}]
     if unknown or missing:
         problem = f"got {', '.join(unknown)}" if unknown else f"{', '.join(missing)} is missing"
-        raise ValueError(f"Expected the names of layout {layout!r}, such as {next(iter(names))}, {problem}.")
+        raise ValueError(
+            f"Expected the names of layout {layout!r}, such as {next(iter(names))}, {problem}. "
+            "Choose the layout that the tensors have, or rename them."
+        )
     h, g, d = layer.heads, layer.kv_heads, layer.head_dim
     pieces: dict[str, list[Tensor]] = {}
     for name, parts in present.items():

@@ -1032,7 +1032,7 @@ def _resolve(index: Any, size: int, axis: tuple[str, str]) -> int | Rows:
         )
     if numbers.numel() and (int(numbers.min()) < -size or int(numbers.max()) >= size):
         raise IndexError(
-            f"{name} {index} doesn't exist: {letter} = {size}, so 0 to {size - 1} or -{size} to -1."
+            f"{name} {index} doesn't exist: {letter} = {size}. Use 0 to {size - 1} or -{size} to -1."
         )
     numbers = torch.where(numbers < 0, numbers + size, numbers)
     return int(numbers) if numbers.dim() == 0 else numbers.to(torch.int64)

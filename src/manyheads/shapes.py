@@ -120,7 +120,8 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor) -> Shape:
             )
     if v_b != b or v_g != g or v_s != s:
         raise ValueError(
-            f"Expected k {sizes(k)} and v {sizes(v)} to share b, g and s, a value for each key of each head."
+            f"Expected k {sizes(k)} and v {sizes(v)} to share b, g and s. "
+            "Pass a value for each key of each head."
         )
     if (g == 0 and h > 0) or (g > 0 and h % g):
         raise ValueError(

@@ -803,7 +803,7 @@ def arguments(name: str, given: Any) -> dict[str, Any]:
         bound = parameters.bind(*positional, **keyword)
     except TypeError as error:
         takes = ", ".join(parameters.parameters) or "no arguments"
-        raise TypeError(f"Expected arguments of {name} to be {takes}: {error}.") from None
+        raise TypeError(f"Expected arguments of {name} to be {takes}: {error}. Pass these.") from None
     bound.apply_defaults()
     return bound.arguments
 

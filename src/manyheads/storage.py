@@ -386,7 +386,7 @@ def folder_for(path: Path, name: str) -> Path:
     except FileExistsError:
         raise FileExistsError(f"Expected {name} to be a folder, got the file {path}.") from None
     except OSError as error:
-        raise OSError(f"{name} {path} can't be written: {error.strerror}.") from None
+        raise OSError(f"{name} {path} can't be written: {error.strerror}. Choose a different one.") from None
 
 
 def file_for(path: Path, name: str) -> Path:
@@ -397,7 +397,7 @@ def file_for(path: Path, name: str) -> Path:
         with TemporaryFile(dir=path.parent):
             return path
     except OSError as error:
-        raise OSError(f"{name} {path} can't be written: {error.strerror}.") from None
+        raise OSError(f"{name} {path} can't be written: {error.strerror}. Choose a different one.") from None
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -435,9 +435,11 @@ def read(path: str | os.PathLike[str]) -> FileContent:
                 return _Reader(file).run(run)
             except (TypeError, ValueError) as error:
                 reason = shorten(str(error), 1000, placeholder=" ….")
-                raise ValueError(f"{path} isn't a valid manyheads file: {reason}") from None
+                raise ValueError(f"{path} isn't a valid manyheads file: {reason} Save it again.") from None
     except SafetensorError as error:
-        raise ValueError(f"{path} isn't a safetensors file, or is truncated: {error}.") from None
+        raise ValueError(
+            f"{path} isn't a safetensors file, or is truncated: {error}. Save it again."
+        ) from None
 
 
 def _metadata(path: Path, metadata: Mapping[str, str]) -> str:
@@ -686,7 +688,7 @@ def _json_object(value: Any, name: str) -> dict[str, Any]:
 def _json(value: Any, name: str, depth: int = 0) -> Any:
     """Return a value as JSON data, in which tuples become lists."""
     if depth > DEPTH:
-        raise ValueError(f"{name} is nested more than {DEPTH} deep.")
+        raise ValueError(f"{name} is nested more than {DEPTH} deep. Save less of it.")
     if isinstance(value, list | tuple):
         return [_json(child, f"{name}[{n}]", depth + 1) for n, child in enumerate(value)]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):

@@ -436,7 +436,8 @@ def contestants(problem: Problem) -> dict[str, Contestant | str]:
     except RuntimeError:
         size = amount(3 * HEADS * problem.tokens * problem.size * dtype.itemsize)
         raise ValueError(
-            f"Expected fewer than {problem.tokens:,} tokens, whose q, k and v take {size}: too much memory."
+            f"Expected fewer than {problem.tokens:,} tokens, whose q, k and v take {size}. "
+            "Choose a shorter --length or fewer --heads."
         ) from None
     if problem.kind == "statistics":
         return with_statistics(q, k, v)

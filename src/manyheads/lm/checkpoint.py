@@ -175,14 +175,15 @@ def read_config(folder: Path) -> tuple[Config, Tokenizer]:
     if tokenizer.get_vocab_size() != config.vocab:
         raise ValueError(
             f"{folder}: config.json and tokenizer.json don't belong together: the model has "
-            f"{config.vocab} tokens and the tokenizer {tokenizer.get_vocab_size()}."
+            f"{config.vocab} tokens and the tokenizer {tokenizer.get_vocab_size()}. "
+            "Restore both from the same copy."
         )
     weights = folder / "model.safetensors"
     size = weights.stat().st_size
     if config.parameter_count > size:  # a parameter takes at least one byte
         raise ValueError(
             f"{folder / 'config.json'} describes a model of {config.parameter_count:,} parameters, but "
-            f"{weights} has only {size:,} bytes: one of them is damaged or belongs to a different model."
+            f"{weights} has only {size:,} bytes. Restore both from the same copy."
         )
     return config, tokenizer
 
@@ -194,7 +195,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises a plain Exception for a damaged file
-        raise ValueError(f"{path} can't be read as a tokenizer: {error}.") from None
+        raise ValueError(f"{path} can't be read as a tokenizer: {error}. Restore it from a copy.") from None
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -219,23 +220,27 @@ def read_tensors(path: Path, expected: Mapping[str, Tensor], config: Config) -> 
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except SafetensorError as error:
         raise ValueError(
-            f"{path} can't be read as safetensors: {error}. It may be truncated or have a different format."
+            f"{path} can't be read as safetensors: {error}. It may be truncated or have a different format. "
+            "Restore it from a copy."
         ) from None
     of_tensors, _, of_config = header.get(CHECKSUMS, header.get(CHECKSUM, "")).partition(" ")
     if of_tensors and of_tensors != _checksum(tensors):
         raise ValueError(f"{path} is damaged: its tensors don't match its checksum. Restore it from a copy.")
     for name, tensor in expected.items():
         if name not in tensors:
-            raise ValueError(f"{path} has no tensor {name}: it belongs to a different model.")
+            raise ValueError(f"{path} has no tensor {name}. Restore it and config.json from the same copy.")
         if tensors[name].shape != tensor.shape:
             raise ValueError(
-                f"Expected {name} in {path} to be {sizes(tensor)}, got {sizes(tensors[name])}: it belongs to "
-                "a model of a different size."
+                f"Expected {name} in {path} to be {sizes(tensor)}, got {sizes(tensors[name])}. Restore it "
+                "and config.json from the same copy."
             )
         if not torch.isfinite(tensors[name]).all():
-            raise ValueError(f"{path}: {name} has NaN or infinite entries.")
+            raise ValueError(f"{path}: {name} has NaN or infinite entries. Restore it from a copy.")
     if unexpected := sorted(tensors.keys() - expected.keys()):
-        raise ValueError(f"{path} has a tensor {unexpected[0]}, which the model doesn't have.")
+        raise ValueError(
+            f"{path} has a tensor {unexpected[0]}, which the model doesn't have. Restore it and config.json "
+            "from the same copy."
+        )
     if of_config and of_config != _config_checksum(config):
         raise ValueError(
             f"{path} belongs to a model with a different config than {path.with_name('config.json')}. "
@@ -255,9 +260,12 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:  # invalid JSON, or bytes that aren't UTF-8
-        raise ValueError(f"{path} can't be read as JSON: {error}.") from None
+        raise ValueError(f"{path} can't be read as JSON: {error}. Restore it from a copy.") from None
     if not isinstance(content, dict) or content.pop("kind", None) != KIND:
-        raise ValueError(f'Expected "kind": "{KIND}" in {path}: manyheads didn\'t write this file.')
+        raise ValueError(
+            f'Expected "kind": "{KIND}" in {path}, got a file that manyheads didn\'t write. Choose a '
+            "folder of a model that manyheads saved."
+        )
     return content
 
 
@@ -308,8 +316,12 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = " Free some space on that disk and try again." if full else ""
-        raise OSError(f"{path} can't be written: {error.strerror or error}.{advice}") from None
+        advice = (
+            "Free some space on that disk and try again."
+            if full
+            else "Choose a folder that you can write to."
+        )
+        raise OSError(f"{path} can't be written: {error.strerror or error}. {advice}") from None
 
 
 def _tensor_bytes(tensors: Mapping[str, Tensor], config: Config) -> bytes:
@@ -344,7 +356,7 @@ def _read_config(path: Path) -> Config:
     try:
         return Config(**content)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: {error} Restore it from a copy.") from None
 
 
 # -- the folder of a run ---------------------------------------------------------------------------

@@ -262,8 +262,8 @@ class Run:
         config, tokenizer = checkpoint.read_config(out)
         if config != options.config(config.vocab):
             raise ValueError(
-                f"{out / 'config.json'} and {out / 'state.json'} describe models of different sizes: one "
-                "of them is damaged or belongs to a different run."
+                f"{out / 'config.json'} and {out / 'state.json'} describe models of different sizes. "
+                f"{RESTORE}"
             )
         options.check_memory(config.vocab)
         run = cls(out, options, tokenizer, facts)

@@ -96,7 +96,10 @@ def observe(
     if words is not None and (device is not None or dtype is not None):
         raise ValueError('device= and dtype= apply to maps, and keep="words" keeps none.')
     if statistics is not None and (device is not None or dtype is not None):
-        raise ValueError('device= and dtype= apply to maps, and keep="statistics" keeps none.')
+        raise ValueError(
+            'device= and dtype= apply to maps, and keep="statistics" keeps none. '
+            'Leave them out, or use keep="maps".'
+        )
     head_numbers = _as_list(heads, "heads", "head numbers")
     for head in head_numbers or ():
         whole(head, "a head in heads", least=-(1 << 30))
@@ -137,7 +140,7 @@ def _check_statistics(keep: Any) -> dict[str, Any]:
                 f"Expected statistics among {', '.join((*BY_NAME, *HEAD_SCORES))}, got {name!r}."
             )
         if name in HEAD_SCORES and arguments != ():
-            raise TypeError(f"{name} takes no arguments, got {arguments!r}.")
+            raise TypeError(f"{name} takes no arguments, got {arguments!r}. Use ().")
     # Raises an error for arguments that don't match the statistic.
     make_reductions({name: arguments for name, arguments in statistics.items() if name in BY_NAME})
     return statistics

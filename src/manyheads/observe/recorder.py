@@ -81,7 +81,7 @@ class Recorder:
             if self._matches(layer, path):
                 if head >= h:
                     raise ValueError(
-                        f"{self._name(path)} has {h} heads, 0 to {h - 1}, and ablate= names head {head}."
+                        f"{self._name(path)} has {h} heads, and ablate= names head {head}. Use 0 to {h - 1}."
                     )
                 heads.append(head)
         return heads
@@ -98,7 +98,9 @@ class Recorder:
             h = problem.shape.h
             for head in self.heads or ():
                 if not -h <= head < h:
-                    raise ValueError(f"{self._name(path)} has {h} heads, and heads= names head {head}.")
+                    raise ValueError(
+                        f"{self._name(path)} has {h} heads, and heads= names head {head}. Use 0 to {h - 1}."
+                    )
             if self.keep is None and words is None:
                 # Copy q and k, because a model may overwrite them, as a static KV cache does. Tensors in
                 # inference mode have no version counter by which this could be detected.

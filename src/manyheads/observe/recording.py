@@ -104,7 +104,10 @@ class Recording(Mapping[Any, Any]):
             raise TypeError(f"Expected a layer's path or number, got {kind(name)}.{hint}")
         if isinstance(name, int):
             if not -len(names) <= name < len(names):
-                raise NoSuchLayer(f"There is no layer {name}: {len(names)} layers were recorded.")
+                raise NoSuchLayer(
+                    f"There is no layer {name}: {len(names)} layers were recorded. "
+                    f"Use 0 to {len(names) - 1}, or a name."
+                )
             return names[name]
         matches = [name] if name in names else paths_within(name, names)
         if len(matches) == 1:
@@ -631,7 +634,9 @@ class Recording(Mapping[Any, Any]):
         from manyheads import figures  # this imports matplotlib
 
         if not self._calls:
-            raise ValueError("Nothing was recorded, so there is nothing to draw.")
+            raise ValueError(
+                "Nothing was recorded, so there is nothing to draw. Call the model inside observe(...)."
+            )
         maps: dict[str, AttentionMap] = {}
         for name, (*_, call) in self._calls.items():
             if isinstance(call, Reduced):
@@ -740,5 +745,5 @@ def close_matches(name: str, paths: Iterable[str]) -> str:
     paths = [path for path in paths if path]
     similar = difflib.get_close_matches(name, paths, n=4, cutoff=0.5)
     if similar:
-        return f"; similar: {', '.join(similar)}"
-    return f"; there are {', '.join(paths[:6])}{', …' if len(paths) > 6 else ''}" if paths else ""
+        return f". Choose a similar one: {', '.join(similar)}"
+    return f". Choose one of {', '.join(paths[:6])}{', …' if len(paths) > 6 else ''}" if paths else ""

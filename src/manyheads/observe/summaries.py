@@ -104,7 +104,8 @@ class Reduced:
         )
         if not is_same:
             raise ValueError(
-                f"{name} of {self._layer()} was kept with the arguments {kept!r}, got {requested!r}."
+                f"{name} of {self._layer()} was kept with the arguments {kept!r}, got {requested!r}. "
+                "Leave them out, or observe with these."
             )
         return self.values[name]
 
@@ -227,7 +228,7 @@ class Reduced:
                 (b, h, t, s), heads, offset, arguments, values, has_keys, has_score_keys, tokens, provenance
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"The statistics in the file can't be read: {error}.") from None
+            raise ValueError(f"The statistics in the file can't be read: {error}. Save it again.") from None
 
     def _layer(self) -> str:
         return str(self.provenance.get("layer") or "this call")

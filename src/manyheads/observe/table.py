@@ -95,7 +95,9 @@ class Table(Sequence[Any]):
         try:
             import pandas
         except ImportError:
-            raise ImportError("to_pandas needs pandas, which isn't installed: pip install pandas.") from None
+            raise ImportError(
+                "to_pandas needs pandas, which isn't installed. Run pip install pandas."
+            ) from None
         return pandas.DataFrame(list(self.rows), columns=list(self.columns))
 
     def __rich__(self) -> rich.table.Table:

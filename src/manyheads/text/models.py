@@ -85,10 +85,12 @@ class Model:
                 with _quiet():
                     self.reader(torch.tensor([ids]))
             except Exception as error:  # a Hugging Face model may raise any
-                raise ValueError(f"{self.name} can't read a plain text: {_first_sentence(error)}.") from None
+                raise ValueError(
+                    f"{self.name} can't read a plain text: {_first_sentence(error)}. Choose a model of text."
+                ) from None
         for layer in recording:
             if any(bool((call.lse.isnan() | call.lse.isposinf()).any()) for call in recording.calls(layer)):
-                raise ValueError(f"{self.name} computes NaN or infinity in {layer}: its weights are damaged.")
+                raise ValueError(f"{self.name} computes NaN or infinity in {layer}. Load its weights again.")
         return recording
 
 
@@ -216,7 +218,10 @@ def _load_weights(name: str, folder: Path) -> Any:
             ignore_mismatched_sizes=True,  # they are reported below
         )
     except Exception as error:  # transformers raises many types
-        raise ValueError(f"{name} can't be loaded by transformers: {_first_sentence(error)}.") from None
+        raise ValueError(
+            f"{name} can't be loaded by transformers: {_first_sentence(error)}. "
+            "Download it again with hf download."
+        ) from None
     if model.main_input_name != "input_ids":
         raise ValueError(f"Expected a model of text, got {name}, which reads {model.main_input_name}.")
     # transformers initializes missing weights at random. This is harmless in a decoder and in a pooler after
@@ -254,7 +259,9 @@ def _load_tokenizer(name: str, folder: Path) -> Any:
         if files and not any((folder / file).exists() for file in {*files, "tokenizer.json"}):
             raise ValueError(f"there is no {' or '.join(sorted({*files, 'tokenizer.json'}))}")
     except Exception as error:  # transformers raises many types
-        raise ValueError(f"{name} has no tokenizer that can be loaded: {_first_sentence(error)}.") from None
+        raise ValueError(
+            f"{name} has no tokenizer that can be loaded: {_first_sentence(error)}. Save one beside it."
+        ) from None
     return tokenizer
 
 

@@ -175,7 +175,9 @@ def read_text(text: str | None, file: str | None) -> str:
             data = sys.stdin.buffer.read()
         decoded = data.decode("utf-8-sig")
     except OSError as error:
-        raise OSError(f"--text-file {source} can't be read: {error.strerror}.") from None
+        raise OSError(
+            f"--text-file {source} can't be read: {error.strerror}. Choose a different file."
+        ) from None
     except UnicodeDecodeError as error:
         raise ValueError(
             f"Expected UTF-8 text, got an invalid byte at {error.start} of {source}. Convert it to UTF-8."
@@ -481,7 +483,9 @@ def write(figures: Mapping[str, Figure], folder: Path, format: str = "png") -> l
                 figure.savefig(path, format=format, bbox_inches="tight")
             return [path.replace(folder / path.name) for path in drawn]
     except OSError as error:
-        raise OSError(f"--out {folder}: a picture can't be written: {error.strerror}.") from None
+        raise OSError(
+            f"--out {folder}: a picture can't be written: {error.strerror}. Choose a different folder."
+        ) from None
 
 
 def save(reading: Reading, path: Path) -> Path:
@@ -500,7 +504,7 @@ def save(reading: Reading, path: Path) -> Path:
     try:
         reading.recording.save(path)
     except OSError as error:
-        raise OSError(f"--save {path} can't be written: {error.strerror}.") from None
+        raise OSError(f"--save {path} can't be written: {error.strerror}. Choose a different path.") from None
     return path
 
 

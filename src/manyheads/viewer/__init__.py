@@ -19,6 +19,8 @@ from manyheads import extras
 if TYPE_CHECKING:
     from manyheads.viewer.server import Server
 
+__all__ = ["view"]
+
 
 def require_server() -> type[Server]:
     """Return the class of servers; raise ImportError if a package that it needs isn't installed."""

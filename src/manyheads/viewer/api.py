@@ -186,7 +186,10 @@ class ViewedRun:
                         call = call.to("cpu")
                     layers.append(Layer(label, call, len(layers)))
         if not layers:
-            raise ValueError("Nothing to show: expected an attention call with a query and a key, got none.")
+            raise ValueError(
+                "Expected an attention call with a query and a key, got none. "
+                "Record a text of at least one token."
+            )
         return cls(title, layers, source.provenance, path)
 
     def check_file(self) -> None:

@@ -77,7 +77,7 @@ class Export:
         if free < self.size:
             raise OSError(
                 f"{self.path} would take about {amount(self.size)}, but only {amount(free)} is free on its "
-                "disk."
+                "disk. Free some space, or choose fewer heads with --layer and --head."
             )
 
     def write(self, progress: Progress = lambda share: None) -> list[Path]:

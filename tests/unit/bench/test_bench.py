@@ -266,8 +266,11 @@ def test_results_are_kept_when_interrupted(
     ("out", "words"),
     [
         ("afile", "Expected --out to be a folder, got the file afile."),
-        ("afile/deeper", "--out afile/deeper can't be written: Not a directory."),
-        ("/proc/none/such", "--out /proc/none/such can't be written: No such file or directory."),
+        ("afile/deeper", "--out afile/deeper can't be written: Not a directory. Choose a different one."),
+        (
+            "/proc/none/such",
+            "--out /proc/none/such can't be written: No such file or directory. Choose a different one.",
+        ),
     ],
 )
 def test_the_folder_is_checked_before_anything_is_measured(

@@ -135,7 +135,7 @@ class Shifted(Layer):
         (Layer, {"layout": "rows"}, ["--layout batch"], {"layout": "batch"}),
         (Layer, {"heads": 0}, ["--heads"], {"heads": 4}),
         (Layer, {"strict": "rows"}, ["--strict all, empty-rows"], {"strict": "empty-rows"}),
-        (Layer, {"weights": {"q": "alpha"}}, ["--weights names 'alpha'"], {"weights": {"q": "q"}}),
+        (Layer, {"weights": {"q": "alpha"}}, ["got 'alpha' for q"], {"weights": {"q": "q"}}),
         (Layer, {"weights": {"query": "q"}}, ["in --weights"], {"weights": {"q": "q"}}),
         (Layer(24, 4), {"init": "num_heads=4"}, ["Leave out --init"], {}),
         (Layer, {"like": "classic.q.Q"}, ["--like classic.MODULE.CLASS"], {"like": "self"}),

@@ -320,7 +320,7 @@ def check_head(candidate: Candidate | CandidateProcess) -> None:
     kinds = {"x": "positional", "mask": "positional", "rest": "var_positional"}
     kinds |= {"need_weights": "keyword", "more": "var_keyword"}
     assert [(a.name, a.kind, a.required) for a in found.call] == [(n, k, n == "x") for n, k in kinds.items()]
-    with pytest.raises(CandidateError, match=r"build\(\) it first"):
+    with pytest.raises(CandidateError, match=r"Call build\(\) first"):
         candidate.call(Call((torch.ones(4),)))
     expected = r"building Head raised ValueError: size must be even, \(candidates.py:\d+\)"
     with pytest.raises(CandidateError, match=expected) as raised:

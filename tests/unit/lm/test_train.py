@@ -248,7 +248,7 @@ def test_resume_raises_for_changed_files(text: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"train\.npy doesn't belong to this checkpoint"):
         lm.train(out, resume=True)
     (out / "state.json").write_text("{}")
-    with pytest.raises(ValueError, match="didn't write this file"):
+    with pytest.raises(ValueError, match="that manyheads didn't write"):
         lm.train(out, resume=True)
 
 

@@ -128,7 +128,7 @@ def test_a_layer_is_found_by_a_unique_part_of_its_path():
     assert recording["10"] is recording[10] is recording["layers.10.attn"]
     with raises(NoSuchLayer, "'attn' matches 11 of the recorded layers: layers.0.attn, … , …. Give more"):
         recording["attn"]
-    with raises(NoSuchLayer, "No layer 'layer.3.attn' was recorded; similar: … layers.3.attn"):
+    with raises(NoSuchLayer, "No layer 'layer.3.attn' was recorded. Choose a similar one: … layers.3.attn"):
         recording["layer.3.attn"]
     with raises(NoSuchLayer, "There is no layer 11: 11 layers were recorded"):
         recording[11]
@@ -665,8 +665,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"device": "meta"}, ValueError, "meta"),
     ({"max_bytes": "1GB"}, TypeError, "max_bytes to be a whole number, got '1GB'"),
     ({"max_bytes": -1}, ValueError, "max_bytes to be at least 0, got -1"),
-    ({"layers": "layers.7"}, ValueError, "no module 'layers.7'; similar: layers.1"),
-    ({"layers": "0.mlp"}, ValueError, "layers names '0.mlp', which made no attention call; "),
+    ({"layers": "layers.7"}, ValueError, "no module 'layers.7'. Choose a similar one: layers.1"),
+    ({"layers": "0.mlp"}, ValueError, "layers names '0.mlp', which made no attention call. Choose one of "),
     ({"layers": [0, 2]}, ValueError, "layers names 2, which made no attention call"),
     ({"layers": -1}, ValueError, "at least 0, got -1"),
     ({"layers": []}, ValueError, "layers"),
@@ -680,7 +680,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"ablate": ("layers.0.attn", 1)}, TypeError, 'pairs (layer, head) such as ("layers.3.attn", 5), got'),
     ({"ablate": [("layers.0",)]}, TypeError, "to be pairs … got ('layers.0',)"),
     ({"ablate": 3}, TypeError, "to be pairs … got 3"),
-    ({"ablate": [("layer.0", 1)]}, ValueError, "no module 'layer.0'; similar: layers.0"),
+    ({"ablate": [("layer.0", 1)]}, ValueError, "no module 'layer.0'. Choose a similar one: layers.0"),
     ({"ablate": [("mlp", 0)]}, ValueError, "ablate names 'mlp', which made no attention call"),
     ({"ablate": [(2, 0)]}, ValueError, "ablate names 2, which made no attention call"),
     ({"ablate": [("layers.1", 4)]}, ValueError, "layers.1.attn has 4 heads, … and ablate= names head 4"),

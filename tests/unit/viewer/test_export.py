@@ -210,7 +210,7 @@ def test_a_large_export_is_confirmed(
     code, out, error = run_command("view", path, "--export", page)
     assert code == 2
     assert "page.html will take about" in out
-    assert "Expected --yes for an export of more than 200 MB without a terminal." in error
+    assert "Expected --yes for an export of more than 200 MB without a terminal, got none. Add it." in error
     assert not page.exists()
     assert run_command("view", path, "--export", page, "--yes")[0] == 0
     assert page.exists()

@@ -338,11 +338,11 @@ def test_a_changed_or_removed_file_is_not_read(tmp_path: Path) -> None:
 def test_wrong_sources_raise_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="AttentionMap or a path to a file of either, got an int"):
         ViewedRun.of(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="expected an attention call with a query and a key, got none"):
+    with pytest.raises(ValueError, match="Expected an attention call with a query and a key, got none"):
         ViewedRun.of(Recording())
     with pytest.raises(ValueError, match="got nothing to show"):
         Api()
-    with pytest.raises(ValueError, match="expected an attention call with a query and a key"):
+    with pytest.raises(ValueError, match="Expected an attention call with a query and a key"):
         Api(a_map(0, 9))
     with pytest.raises(FileNotFoundError, match="Expected a file"):
         Api(tmp_path / "nothing.safetensors")

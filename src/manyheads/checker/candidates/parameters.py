@@ -264,7 +264,10 @@ def find_layer(layer: str, shapes: Shapes, role: str) -> list[str]:
         raise Unclear(f"Expected the roles q, k, v, o, qkv and kv in --weights, got {role!r}.")
     paths = [path for path in shapes if path == layer or path.startswith(f"{layer}.")]
     if not paths:
-        raise Unclear(f"--weights names {layer!r} for {role}, but the parameters are {', '.join(shapes)}.")
+        raise Unclear(
+            f"Expected --weights to name parameters ({', '.join(shapes)}), got {layer!r} for {role}. "
+            "Correct the name."
+        )
     return paths
 
 

@@ -103,7 +103,10 @@ def validate_roles(chosen: Mapping[str, str], description: Description) -> None:
             raise Unclear(f"Expected a role for --arg {name}=ROLE ({', '.join(ROLES)}), got {role!r}.")
     required = [arg.name for arg in description.call if arg.required and chosen.get(arg.name) == "ignore"]
     if required:
-        raise Unclear(f"Expected a role other than ignore for {required[0]!r}, which has no default.")
+        raise Unclear(
+            f"Expected a role other than ignore for {required[0]!r}, which has no default. "
+            "Give it another role with --arg NAME=ROLE."
+        )
 
 
 def read_roles(

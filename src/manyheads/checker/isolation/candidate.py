@@ -312,7 +312,7 @@ class Candidate(contextlib.AbstractContextManager["Candidate"]):
 
     def _built(self) -> Any:
         if self.instance is None:
-            raise CodeError("call", f"{self.describe().name} is a class: build() it first.")
+            raise CodeError("call", f"{self.describe().name} is a class. Call build() first.")
         return self.instance
 
 
@@ -325,8 +325,9 @@ class BorrowedCandidate(Candidate):
             super().__init__(target)
             self._snapshot.add(self.target)  # a factory may return an object that the caller uses
             if any(x.is_inference() for _, _, x in module_tensors(self.instance)):
-                advice = "outside of torch.inference_mode: its parameters can't get gradients."
-                raise CodeError("import", f"Build {self.describe().name} {advice}")
+                name = self.describe().name
+                reason = "was built in torch.inference_mode, so that its parameters can't get gradients."
+                raise CodeError("import", f"{name} {reason} Build it outside of that mode.")
         except BaseException:
             self.close()
             raise

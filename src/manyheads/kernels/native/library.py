@@ -48,7 +48,9 @@ def _load() -> None:
     log = LOG.read_text(encoding="utf-8", errors="replace").strip() if LOG.exists() else ""
     if not FILE.exists():
         load_error = (
-            f"its library is missing: {log}" if log and not OVERRIDE else _explain_unusable("is missing")
+            f"its library is missing: {log.rstrip('.')}"
+            if log and not OVERRIDE
+            else _explain_unusable("is missing")
         )
         return
     try:

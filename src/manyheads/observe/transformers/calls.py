@@ -134,8 +134,13 @@ class Call:
 
     def error(self, reason: str) -> ValueError:
         """Return the error for a call with something that isn't supported."""
-        done = "run on manyheads" if self.kernel.name == "manyheads" else "be observed"
-        return ValueError(f"The attention of {type(self.module).__name__} can't {done}: {reason}.")
+        name = type(self.module).__name__
+        if self.kernel.name == "manyheads":
+            return ValueError(f"The attention of {name} can't run on manyheads: {reason}.")
+        return ValueError(
+            f"The attention of {name} can't be observed: {reason}. "
+            'Load the model with attn_implementation="sdpa".'
+        )
 
     def _read_numbers(self, *options: str) -> list[Any]:
         values = list(map(self.options.get, options))
