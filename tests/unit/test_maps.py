@@ -695,3 +695,13 @@ def test_in_inference_mode_a_map_holds_numbers_of_its_own() -> None:
         before = amap.dense()
         q.mul_(3)
         assert torch.equal(amap.dense(), before)
+
+
+def test_weights_larger_than_the_memory_raise_before_they_are_allocated() -> None:
+    q = torch.zeros(1, 1, 1, 4).expand(1, 1, 3_000_000, 4)  # 36 TB of weights
+    amap = mh.AttentionMap.of(Problem.of(q, q, q), torch.zeros(1, 1, 1).expand(1, 1, 3_000_000))
+    for index in (..., (0, 0), (0, slice(None), slice(0, None, 2)), (0, 0, torch.arange(3_000_000))):
+        with raises(MemoryError, match="36 TB|18 TB"):
+            amap[index]
+    assert amap[0, 0, 5, :3].shape == (3,)
+    assert amap[0, 0, :0].shape == (0, 3_000_000)

@@ -342,3 +342,29 @@ def test_the_encoding_of_another_text(kind: str) -> None:
 def test_two_texts_in_one_encoding() -> None:
     with pytest.raises(ValueError, match="one text, got several"):
         TokenizedText.from_encoding("a", tokenizer_of("GPT-2").encode("a", "b"))
+
+
+@given(text=st.lists(PARTS | st.sampled_from(["é", "\u0301", "مُ", "عَلَ", "\u200d", "\u0600"])).map("".join))
+def test_marks_that_no_token_covers_belong_to_their_letter(text: str) -> None:
+    """BERT's tokenizer drops accents: without them, its tokens would begin within characters."""
+    tokens = TokenizedText.from_encoding(text, tokenizer_of("BERT").encode(text))
+    if len(tokens) == len(tokens.special):
+        return
+    check(tokens, text)
+    for unit in tokens.units:
+        if unit[0] not in tokens.special:
+            assert not any(character.isspace() for character in tokens.characters(unit[0]).strip())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("cafe\u0301 naïve", ["cafe\u0301", "naïve"]),
+        ("عَلَيْكُمْ \nI", ["عَلَيْكُمْ", "I"]),
+        ("नमस्ते दुनिया", ["नमस्ते", "दुनिया"]),
+    ],
+)
+def test_words_with_marks_are_words_in_a_tokenizer_without_marks(text: str, words: list[str]) -> None:
+    tokens = TokenizedText.from_encoding(text, tokenizer_of("BERT").encode(text))
+    shown = dict.fromkeys((group, "".join(map(tokens.piece, group)).strip()) for group in tokens.words[1:-1])
+    assert [word for _, word in shown] == words
