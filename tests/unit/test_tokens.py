@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.trainers import BpeTrainer, UnigramTrainer, WordPieceTrainer
 
 from manyheads import TokenizedText, lm
-from manyheads.tokens import count_words, is_boundary, is_within_word, printable
+from manyheads.tokens import count_words, is_boundary, is_mark, is_within_word, printable
 
 TEXTS = {
     "English": "The assertion failed:  assertions aren't convenient, naïve café.",
@@ -347,14 +347,18 @@ def test_two_texts_in_one_encoding() -> None:
 @given(text=st.lists(PARTS | st.sampled_from(["é", "\u0301", "مُ", "عَلَ", "\u200d", "\u0600"])).map("".join))
 def test_marks_that_no_token_covers_belong_to_their_letter(text: str) -> None:
     """BERT's tokenizer drops accents: without them, its tokens would begin within characters."""
-    tokens = TokenizedText.from_encoding(text, tokenizer_of("BERT").encode(text))
+    encoding = tokenizer_of("BERT").encode(text)
+    tokens = TokenizedText.from_encoding(text, encoding)
     if len(tokens) == len(tokens.special):
         return
     check(tokens, text)
-    units = [unit for unit in tokens.units if unit[0] not in tokens.special]
-    for unit in units:
-        if unit not in (units[0], units[-1]):  # which have what no token covers at the ends of the text
-            assert not any(character.isspace() for character in tokens.characters(unit[0]).strip())
+    for unit in tokens.units:
+        if len(unit) > 1:  # it has no blanks between its tokens
+            covered = text[encoding.offsets[unit[0]][0] : encoding.offsets[unit[-1]][1]]
+            assert not any(character.isspace() for character in covered)
+    for n, (_, stop) in enumerate(encoding.offsets):
+        if n not in tokens.special and stop < len(text) and is_mark(text[stop]):
+            assert text[stop] in tokens.characters(n)
 
 
 @pytest.mark.parametrize(
