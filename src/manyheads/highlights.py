@@ -22,13 +22,14 @@ from manyheads.maps import AttentionMap
 from manyheads.masks import Mask
 from manyheads.tokens import TokenizedText, count_words, is_boundary, is_within_word, printable
 
-ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"]
+ORDINALS = ["first", "second", "third", "fourth"]  # readers don't count further
 PER_HEAD = 20  # candidates per head
 THRESHOLD = 0.05  # the least surprise in nats, or the least difference of a score, that is reported
 COMPARABLE = 0.6  # the least surprise of a finding, as a share of the largest surprise
 NEAR = 4  # tokens; a weight at a shorter distance is compared with other queries' weights at that distance
 PER_REASON = 2  # the largest number of findings with the same reason
-LONG = 512  # tokens; in longer texts, equal words are named by the words around them, not as "the 246th"
+FINDINGS = 4  # the largest number of findings that are shown, beside the summary of all heads
+LONG = 512  # tokens; in longer texts, equal words are named by the words around them, not counted
 AROUND = 12  # the largest number of characters on each side of such a word; wide ones count twice
 SEARCHED = 1024  # the number of tokens, at the start of a text, that are searched for findings
 MAJORITY = 0.5  # the least score of a pattern, so that it has most of the weight
@@ -341,7 +342,7 @@ def find_candidates(
         maps: The self-attention map of each layer, of which the first sequence is read. In a long text only
             the first `SEARCHED` tokens are searched.
         ids: The tokens.
-        special: Positions of special tokens, which are left out unless there are no others.
+        special: Positions of tokens that are left out unless there are no others (see `left_out`).
 
     Returns:
         At most `PER_HEAD` findings for each head.
@@ -352,6 +353,12 @@ def find_candidates(
             next(steps)
         except StopIteration as end:
             return cast(list[Finding], end.value)
+
+
+def left_out(tokens: TokenizedText) -> list[int]:
+    """Return the positions of special tokens and of blanks, which readers can't find in a text."""
+    special = {*tokens.special}
+    return [n for n in range(len(tokens)) if n in special or not tokens.characters(n).strip()]
 
 
 def candidate_steps(
@@ -393,7 +400,7 @@ def explain(query: int, key: int, ids: Sequence[int]) -> Reason | None:
     return None
 
 
-def select_findings(candidates: Sequence[Finding], count: int = 5) -> list[Finding]:
+def select_findings(candidates: Sequence[Finding], count: int = FINDINGS) -> list[Finding]:
     """Return the most interesting candidate and a few more, the largest weight first.
 
     No two belong to the same head or the same pair of tokens, and each is nearly as surprising as the most
@@ -458,8 +465,10 @@ def _describe_induction(query: int, key: int, tokens: TokenizedText) -> str:
     if key - 1 in tokens.units[key]:
         followed = f"the token that followed {_piece(key - 1, tokens)}"
         return f", {followed if key in tokens.units[query] else 'which shares a token with it'}"
-    name = name_token(key - 1, tokens, with_context=False)
-    return f", the token that followed {name if len(tokens) <= LONG else f'an earlier {name}'}"
+    name, is_counted = name_token(key - 1, tokens, with_context=False), _count(key - 1, tokens) is not None
+    if tokens[key - 1] != tokens[query]:  # different characters, of which a byte is the same
+        return f", the token that followed {name}, which shares a token with {quote(tokens[query])}"
+    return f", the token that followed {name if is_counted else f'an earlier {name}'}"
 
 
 def _piece(position: int, tokens: TokenizedText) -> str:
@@ -477,21 +486,38 @@ def name_token(position: int, tokens: TokenizedText, *, with_context: bool = Tru
     """Return a token in quotes, as readers find it in the text.
 
     If its word, or the token itself, stands several times in the text, it is numbered as a reader would count
-    it: `the second "the"`, `"ing" of the first "reading"`. In a long text, it is named with the words around
-    it instead, unless `with_context` is False: `"run" in "…to run the checks…"`.
+    it: `the second "the"`, `"ing" of the first "reading"`. From the fifth on, and in a long text, it is named
+    with the words around it instead, unless `with_context` is False: `"run" in "…to run the checks…"`.
     """
     word = tokens.word(position)
-    counted = tokens.words[position] if word else tokens.units[position]  # what readers count
-    whole = "".join(map(tokens.piece, counted))
-    start = tokens.starts[counted[0]] + len(whole) - len(whole.lstrip() or whole)
-    found = whole.strip() or whole  # empty for special tokens, which aren't in the text
-    is_repeated = bool(found) and count_words(tokens.text, found) > 1
-    name, context = quote(word or tokens[position]), ""
-    if is_repeated and len(tokens) <= LONG:
-        name = f"the {ordinal(count_words(tokens.text, found, start) + 1)} {name}"
-    elif is_repeated and with_context:
+    name, context, number = quote(word or tokens[position]), "", _count(position, tokens)
+    start, found = _find(position, tokens)
+    if number is not None:
+        name = f"the {ORDINALS[number]} {name}" if _is_repeated(found, tokens) else name
+    elif with_context:
         context = f" in {quote(_surroundings(tokens.text, start, start + len(found)))}"
     return (f"{quote(tokens[position])} of {name}" if word else name) + context
+
+
+def _find(position: int, tokens: TokenizedText) -> tuple[int, str]:
+    """Return where a token's word, or the token itself, starts in the text, and its characters."""
+    counted = tokens.words[position] if tokens.word(position) else tokens.units[position]
+    whole = "".join(map(tokens.piece, counted))
+    start = tokens.starts[counted[0]] + len(whole) - len(whole.lstrip() or whole)
+    return start, whole.strip() or whole  # empty for special tokens, which aren't in the text
+
+
+def _is_repeated(found: str, tokens: TokenizedText) -> bool:
+    return bool(found) and count_words(tokens.text, found) > 1
+
+
+def _count(position: int, tokens: TokenizedText) -> int | None:
+    """Return how often a token's word stands in the text before it; None if readers wouldn't count so far."""
+    start, found = _find(position, tokens)
+    if not _is_repeated(found, tokens):
+        return 0
+    number = count_words(tokens.text, found, start)
+    return number if len(tokens) <= LONG and number < len(ORDINALS) else None
 
 
 def _surroundings(text: str, start: int, stop: int) -> str:
@@ -515,11 +541,3 @@ def _surroundings(text: str, start: int, stop: int) -> str:
 def quote(text: str) -> str:
     """Return a text in quotation marks that it doesn't contain."""
     return f"'{text}'" if '"' in text else f'"{text}"'
-
-
-def ordinal(n: int) -> str:
-    """Return a number as first, second, …, tenth, 11th, …, 21st and so on."""
-    if n <= len(ORDINALS):
-        return ORDINALS[n - 1]
-    ending = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
-    return f"{n}{ending}"

@@ -305,17 +305,31 @@ class AttentionMap:
 
         Raises:
             IndexError: If an index is out of range or has the wrong type.
+            MemoryError: If the weights are larger than the memory of the machine.
         """
         self._check_unchanged()
         indices = [
             _resolve(index, size, axis)
             for index, size, axis in zip(_expand(index), self.shape, AXES, strict=True)
         ]
+        self._check_fits([_length(n, size) for n, size in zip(indices, self.shape, strict=True)])
         b, h, rows, cols = (slice(n, n + 1) if isinstance(n, int) else n for n in indices)
         lse = self.lse[:, :, rows][b][:, h]  # [b, h, r]
         score = kernels.tile(self.problem, rows, cols, b, h)
         tile = scores.weights(score, lse)  # [b, h, r, c]
         return tile[tuple(0 if isinstance(n, int) else slice(None) for n in indices)]
+
+    def _check_fits(self, lengths: list[int]) -> None:
+        """Raise MemoryError if a tile of this shape is larger than the memory."""
+        if torch.compiler.is_compiling():
+            return
+        size, memory = math.prod(lengths) * self.problem.dtype.itemsize, memory_size(self.problem.q.device)
+        if memory is not None and size > memory:
+            raise MemoryError(
+                f"Expected weights that fit into {amount(memory)} of memory, got {lengths}, which take "
+                f"{amount(size)}. Read fewer queries and keys, such as amap[0, 0, :1000, :1000], or use "
+                "statistics such as amap.pooled(512, 512), which don't need the matrix."
+            )
 
     def dense(self, max_bytes: float = 2**31) -> Tensor:
         """Return all weights.
@@ -978,6 +992,22 @@ def _indices(
         raise IndexError(f"Expected an index for {axis[1]} to be integers, got {index!r}.")
     resolved = _resolve([index] if isinstance(index, int) else index, size, axis)
     return torch.arange(size)[resolved].flatten().tolist()
+
+
+def _length(index: int | Rows, size: int) -> int:
+    """Return the number of entries that a resolved index selects of an axis."""
+    if isinstance(index, int):
+        return 1
+    return index.numel() if isinstance(index, Tensor) else len(range(size)[index])
+
+
+def memory_size(device: torch.device) -> int | None:
+    """Return the bytes of memory of a device, of a machine for its CPU; None if the system doesn't say."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type == "cpu" and {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= {*getattr(os, "sysconf_names", ())}:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
 
 
 def _versions(problem: Problem) -> tuple[int, ...] | None:

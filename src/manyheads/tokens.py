@@ -82,6 +82,8 @@ class TokenizedText(Sequence[str]):
         """Return a text with the tokens of a fast tokenizer, which reports where in the text each token is.
 
         Characters that no token covers, such as blanks in BERT's tokenizer, belong to the next token.
+        Combining marks and joiners that no token covers, such as the accents that BERT's tokenizer drops,
+        belong to the token of their letter.
 
         Args:
             text: The text that was encoded.
@@ -127,7 +129,8 @@ class TokenizedText(Sequence[str]):
         """
         pieces: list[str] = []
         special: list[int] = []
-        stop = first = 0  # the end of the tokens so far, and the token at which the last character begins
+        stop = 0  # the end of the tokens so far
+        first: int | None = None  # the token at which the last character begins
         for n, (span, name) in enumerate(zip(spans, names, strict=True)):
             blank, following = not name.strip("▁Ġ"), spans[n + 1] if n + 1 < len(spans) else None
             if span and following and blank and span[0] == following[0] and text[slice(*span)].strip():
@@ -136,16 +139,19 @@ class TokenizedText(Sequence[str]):
                 special.append(n)
                 pieces.append("␣" if blank else name)
                 continue
-            if span[0] < stop:  # it shares a character with the token before
+            if first is not None:
+                rest = _end_of_character(text, stop, span[0])
+                pieces[first] += text[stop:rest]
+                stop = max(stop, rest)
+            if first is not None and span[0] < stop:  # it shares a character with the token before
                 pieces[first] += text[stop : span[1]]
                 pieces.append("")
             else:
                 first = n
                 pieces.append(text[stop : span[1]])
             stop = max(stop, span[1])
-        if whole and len(special) < len(pieces):
-            last = max(set(range(len(pieces))) - set(special))
-            pieces[last if pieces[last] else first] += text[stop:]
+        if whole and first is not None:
+            pieces[first] += text[stop:]
         return cls(tuple(pieces), tuple(special))
 
     @classmethod
@@ -304,6 +310,13 @@ def _check_text(text: str, spans: Sequence[tuple[int, int]], truncated: bool) ->
         )
 
 
+def _end_of_character(text: str, start: int, stop: int) -> int:
+    """Return the first place from `start` to `stop` that isn't within the character before `start`."""
+    while start < stop and not text[start].isspace() and not is_boundary(text, start):
+        start += 1
+    return start
+
+
 def _runs(ids: Sequence[int], special: set[int]) -> Iterator[range]:
     """Return the runs of positions whose ids are all special, or all not."""
     start = 0
@@ -365,7 +378,7 @@ def is_boundary(text: str, at: int) -> bool:
         or after in "\u0e33\u0eb3\uff9e\uff9f"  # marks of Thai, Lao and kana that aren't of category M
         or "\U0001f3fb" <= after <= "\U0001f3ff"  # skin tones
         or "\U000e0020" <= after <= "\U000e007f"  # tags, in flags of regions
-        or before in PREFIXES
+        or (before in PREFIXES and not after.isspace())
         or (before == "\u200d" and not after.isspace())
         or (unicodedata.combining(before) == 9 and unicodedata.category(after) == "Lo")  # Indic conjuncts
         or (_in(before, HANGUL) and _in(after, FOLLOWING))

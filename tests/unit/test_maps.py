@@ -778,3 +778,13 @@ def test_circuitsvis_gets_heads_and_tokens() -> None:
     assert labelled_map().to_circuitsvis()["tokens"] == ["0", "1", "2", "3", "4"]
     library = pytest.importorskip("circuitsvis")
     assert "vwxyz"[2] in str(library.attention.attention_heads(**given))
+
+
+def test_weights_larger_than_the_memory_raise_before_they_are_allocated() -> None:
+    q = torch.zeros(1, 1, 1, 4).expand(1, 1, 3_000_000, 4)  # 36 TB of weights
+    amap = mh.AttentionMap.of(Problem.of(q, q, q), torch.zeros(1, 1, 1).expand(1, 1, 3_000_000))
+    for index in (..., (0, 0), (0, slice(None), slice(0, None, 2)), (0, 0, torch.arange(3_000_000))):
+        with raises(MemoryError, match="36 TB|18 TB"):
+            amap[index]
+    assert amap[0, 0, 5, :3].shape == (3,)
+    assert amap[0, 0, :0].shape == (0, 3_000_000)

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.trainers import BpeTrainer, UnigramTrainer, WordPieceTrainer
 
 from manyheads import TokenizedText, lm
-from manyheads.tokens import count_words, is_boundary, is_within_word, printable
+from manyheads.tokens import count_words, is_boundary, is_mark, is_within_word, printable
 
 TEXTS = {
     "English": "The assertion failed:  assertions aren't convenient, naïve café.",
@@ -342,3 +342,34 @@ def test_the_encoding_of_another_text(kind: str) -> None:
 def test_two_texts_in_one_encoding() -> None:
     with pytest.raises(ValueError, match="one text, got several"):
         TokenizedText.from_encoding("a", tokenizer_of("GPT-2").encode("a", "b"))
+
+
+@given(text=st.lists(PARTS | st.sampled_from(["é", "\u0301", "مُ", "عَلَ", "\u200d", "\u0600"])).map("".join))
+def test_marks_that_no_token_covers_belong_to_their_letter(text: str) -> None:
+    """BERT's tokenizer drops accents: without them, its tokens would begin within characters."""
+    encoding = tokenizer_of("BERT").encode(text)
+    tokens = TokenizedText.from_encoding(text, encoding)
+    if len(tokens) == len(tokens.special):
+        return
+    check(tokens, text)
+    for unit in tokens.units:
+        if len(unit) > 1:  # it has no blanks between its tokens
+            covered = text[encoding.offsets[unit[0]][0] : encoding.offsets[unit[-1]][1]]
+            assert not any(character.isspace() for character in covered)
+    for n, (_, stop) in enumerate(encoding.offsets):
+        if n not in tokens.special and stop < len(text) and is_mark(text[stop]):
+            assert text[stop] in tokens.characters(n)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("cafe\u0301 naïve", ["cafe\u0301", "naïve"]),
+        ("عَلَيْكُمْ \nI", ["عَلَيْكُمْ", "I"]),
+        ("नमस्ते दुनिया", ["नमस्ते", "दुनिया"]),
+    ],
+)
+def test_words_with_marks_are_words_in_a_tokenizer_without_marks(text: str, words: list[str]) -> None:
+    tokens = TokenizedText.from_encoding(text, tokenizer_of("BERT").encode(text))
+    shown = dict.fromkeys((group, "".join(map(tokens.piece, group)).strip()) for group in tokens.words[1:-1])
+    assert [word for _, word in shown] == words

@@ -18,6 +18,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.axis import XAxis, YAxis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection
 from matplotlib.colorbar import Colorbar
 from matplotlib.colors import LogNorm, Normalize, PowerNorm
 from matplotlib.figure import Figure
@@ -25,6 +26,7 @@ from matplotlib.image import AxesImage
 from matplotlib.patches import Patch
 from matplotlib.text import Text
 from matplotlib.ticker import NullLocator
+from matplotlib.transforms import ScaledTranslation
 
 from manyheads.figures.cells import DPI, POOLING, SHARP, AxisLabels, Labels, Panel
 from manyheads.figures.fonts import families, lacking, legible
@@ -58,6 +60,7 @@ SPARSE = 5  # the most tokens per label; if fewer labels fit, positions are show
 # Lengths of text in inches.
 LONGEST = 1.5  # the width of a tick label
 CAPTION = 0.16  # the height of a caption of a panel
+TICK_LENGTH = 2  # points
 # Sizes of text in points.
 TICKS, TITLES, TITLE = 8, 9, 11  # of tick labels, of titles of panels and axes, of the title of a figure
 CAPTIONS = 7.5  # of captions of panels
@@ -194,6 +197,8 @@ def draw_row(
         axes.yaxis.set_visible(axes is all_axes[0])
         set_ticks(axes.yaxis, y_ticks)
         set_ticks(axes.xaxis, x_ticks)
+        _join_pieces(axes.yaxis, labels[0], y_ticks)
+        _join_pieces(axes.xaxis, labels[1], x_ticks)
         pad = 10 + 72 * below  # above the label of the bar's end
         set_text(partial(axes.set_title, pad=pad), name, TITLE, room)
         if strips is not None:
@@ -454,8 +459,29 @@ def set_ticks(axis: XAxis | YAxis, ticks: Ticks) -> None:
     """Put ticks on an axis."""
     rotation = "vertical" if ticks.are_vertical and isinstance(axis, XAxis) else "horizontal"
     axis.set_ticks(ticks.positions, ticks.labels, parse_math=False, rotation=rotation)
-    axis.set_tick_params(labelsize=8, length=2)
+    axis.set_tick_params(labelsize=8, length=TICK_LENGTH)
     set_families(axis.get_majorticklabels())
+
+
+def _join_pieces(axis: XAxis | YAxis, tokens: Labels | None, ticks: Ticks) -> None:
+    """Join the ticks of the tokens of a word, or of a character, by hairlines, if every token has a tick."""
+    if not isinstance(tokens, TokenizedText) or len(ticks.positions) < len(tokens):
+        return
+    axes, place = axis.axes, -TICK_LENGTH / 72  # inches from the edge of the panel
+    is_x = isinstance(axis, XAxis)
+    shift = ScaledTranslation(*((0, place) if is_x else (place, 0)), axes.figure.dpi_scale_trans)
+    edge = axes.get_xaxis_transform() if is_x else axes.get_yaxis_transform()
+    words = dict.fromkeys(tokens.words)
+    spans = [[(word[0], 0.0), (word[-1], 0.0)] for word in words if len(word) > 1]
+    lines = LineCollection(
+        spans if is_x else [[(y, x) for x, y in span] for span in spans],
+        colors="#555555",
+        linewidths=0.6,
+        transform=edge + shift,
+        clip_on=False,
+        gid="joined",
+    )
+    axes.add_collection(lines, autolim=False)
 
 
 def make_ticks(names: Labels | None, size: int, inches: float, first: int = 0) -> Ticks:

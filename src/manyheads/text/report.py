@@ -39,7 +39,6 @@ FORMATS = ("png", "svg", "pdf")
 COUNTERFACTUAL = "what if nothing were masked"
 AHEAD = {"next_token", "last_token"}  # scores on later keys, which are masked by a causal mask
 LONGEST = 32_768  # the largest number of tokens that --long reads
-FINDINGS = 4  # the most findings to show, beside the summary of all heads
 SHORT = 128  # tokens; in longer texts, scores of uniform heads are near 0, and findings have no outline
 OUTLINE = "#ff5a36"  # of a finding's weight in a picture, and of the end of the trained context
 CELLS = 128  # approximate number of cells along each side of a small picture
@@ -74,7 +73,7 @@ class Reading:
     @property
     def findings(self) -> list[Finding]:
         """Return the few findings to show, the largest weight first."""
-        return highlights.select_findings(self.candidates, FINDINGS)
+        return highlights.select_findings(self.candidates)
 
     @property
     def trained(self) -> int | None:
@@ -275,7 +274,7 @@ def read(
     renumbered = next((n for n, layer in enumerate(layers) if str(n) not in layer.split(".")), None)
     if renumbered is not None:  # some layers have no attention, or several layers share a module
         notes.append(f"layers are numbered by their calls: layer {renumbered} is {layers[renumbered]}")
-    candidates = highlights.find_candidates(maps, ids, tokens.special)
+    candidates = highlights.find_candidates(maps, ids, highlights.left_out(tokens))
     return Reading(reader.name, tokens, ids, total - t, recording, layers, maps, candidates, notes)
 
 

@@ -38,7 +38,7 @@ def find(run: ViewedRun, batch: int) -> Steps:
         maps = [layer.map.only(batch=batch) for layer in layers]
         ids = run.ids(maps[0])
         assert ids is not None  # the layers have labels
-        candidates = yield from highlights.candidate_steps(maps, ids.tolist(), text.special)
+        candidates = yield from highlights.candidate_steps(maps, ids.tolist(), highlights.left_out(text))
         for finding in highlights.select_findings(candidates):
             layer = layers[finding.layer]
             named = replace(finding, layer=layer.number, head=layer.call.heads[finding.head])

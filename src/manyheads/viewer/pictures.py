@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING
@@ -25,6 +26,9 @@ SCALES = ("sqrt", "linear", "log")
 POOLINGS = ("mean", "max")  # in the order of a tile's planes
 MOST = 800  # the largest number of cells along each axis
 DIFFERENCES = "RdBu_r"  # the colours of differences, as in the viewer's light theme
+NOT_XML = re.compile(
+    "[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
+)  # characters that no XML file can have
 DECADES = 4  # the length of a logarithmic scale, in powers of ten
 # Weights to label on a square-root scale, by the first digit of its end, in units of the end's power of ten.
 SQRT_TICKS = {1: (0.01, 0.1, 0.25, 0.5), 2: (0.02, 0.2, 0.5, 1), 5: (0.05, 0.5, 1, 2)}
@@ -81,6 +85,7 @@ def draw_view(
         scale,
         (title, "\n".join([*([source] if source else []), *_name_part(pyramid, rows, cols)])),
         format,
+        _read_text(pyramid),
     )
 
 
@@ -144,6 +149,7 @@ def draw_difference(
         scale,
         (title, subtitle),
         format,
+        _read_text(head),
     )
 
 
@@ -212,6 +218,7 @@ def _render(
     scale: str,
     titles: tuple[str, str],
     format: str,
+    text: str | None,
 ) -> bytes:
     """Return a figure of cells `[r, c]`, where NaN is masked, as a file."""
     from matplotlib.colors import LogNorm, Normalize, PowerNorm
@@ -238,7 +245,7 @@ def _render(
         strips=strips,
         bar_ticks=color_ticks(top, scale),
     )
-    return _save(figure, format)
+    return _save(figure, format, titles[0], text)
 
 
 def _render_difference(
@@ -250,6 +257,7 @@ def _render_difference(
     scale: str,
     titles: tuple[str, str],
     format: str,
+    text: str | None,
 ) -> bytes:
     """Return a figure of differences `[r, c]`, where NaN is masked, as a file."""
     from matplotlib.colors import FuncNorm, Normalize
@@ -275,14 +283,23 @@ def _render_difference(
         bar_ticks=[(value, name.replace("-", "−")) for value, name in ticks],
         colors=DIFFERENCES,
     )
-    return _save(figure, format)
+    return _save(figure, format, titles[0], text)
 
 
-def _save(figure: Figure, format: str) -> bytes:
-    """Return a figure as a file."""
+def _save(figure: Figure, format: str, title: str, text: str | None) -> bytes:
+    """Return a figure as a file, with the text of the keys in its metadata."""
+    name = {"svg": "Description", "pdf": "Subject"}[format]
+    metadata = {"Title": title} | ({} if text is None else {name: text})
     file = BytesIO()
-    figure.savefig(file, format=format, bbox_inches="tight")
+    written = {key: NOT_XML.sub("\ufffd", value) for key, value in metadata.items()}
+    figure.savefig(file, format=format, bbox_inches="tight", metadata=written)
     return file.getvalue()
+
+
+def _read_text(pyramid: Pyramid) -> str | None:
+    """Return the text of the keys as it was written; None if only labels of its tokens are known."""
+    keys = sequence_labels(pyramid.amap.tokens)
+    return keys.text if isinstance(keys, TokenizedText) else None
 
 
 def color_ticks(top: float, scale: str) -> list[tuple[float, str]]:

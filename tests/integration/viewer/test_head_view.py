@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 import manyheads as mh
+from manyheads.figures.fonts import lacking
 from manyheads.viewer import assets
 from manyheads.viewer.api import Api
 from manyheads.viewer.server import Server
@@ -20,6 +21,7 @@ from tests.chromium import wait_until_painted
 from tests.integration.viewer.pages import (
     a_map,
     area_of,
+    box_of,
     exact,
     has_in_url,
     hover,
@@ -398,9 +400,7 @@ def test_a_head_that_the_server_evicted_is_scanned_again(page: Page, served: lis
     loaded(page)
     served[0].api._pyramids.clear()
     page.keyboard.press("n")
-    expect(page.locator(".banner")).to_contain_text("known when the scan of this head is complete")
-    loaded(page)
-    page.keyboard.press("n")
+    expect(page.locator(".banner")).to_contain_text("when the scan of this head is complete")
     expect(page.locator(".pane .note")).to_contain_text("weight 1 of this head, in descending order")
     page.keyboard.press("0")
     expect(page.locator(".pane .note")).to_have_attribute("data-level", "6")
@@ -409,3 +409,52 @@ def test_a_head_that_the_server_evicted_is_scanned_again(page: Page, served: lis
     expect(page.locator(".pane .note")).to_have_attribute("data-level", "5")
     loaded(page)
     expect(page.locator(".pane .note")).to_have_attribute("data-sampled", "1")
+
+
+def test_the_next_largest_weight_is_shown_when_the_scan_is_complete(page: Page, served: list[Server]) -> None:
+    """The key isn't lost, and small cells are zoomed in to."""
+    held: list[Route] = []
+    page.route(re.compile("/scan/"), lambda route: held.append(route), times=1)
+    opened(page, served, a_map(400, heads=1), at="#page=head")
+    expect(page.locator(".pane .note")).to_have_attribute("data-missing", "0")
+    page.keyboard.press("n")
+    expect(page.locator(".banner")).to_contain_text("when the scan of this head is complete")
+    held[0].continue_()
+    expect(page.locator(".pane .note")).to_contain_text("weight 1 of this head, in descending order")
+    page.wait_for_url(re.compile("view="))
+    _, _, wide, _ = area_of(page.locator("canvas.map"))
+    keys = [int(n) for n in (page.locator(".pane .note").get_attribute("data-keys") or "").split(",")]
+    assert wide / (keys[1] - keys[0]) >= 14
+
+
+def test_matrices_of_compared_runs_begin_at_one_height(page: Page, served: list[Server]) -> None:
+    """Both names have a part of their text, and figures are disabled, to the eye as well."""
+    texts = ["the cat sat on the mat", "a dog ran to the cat"]
+    maps = [a_map(6).labelled(mh.TokenizedText(tuple(f" {word}" for word in text.split()))) for text in texts]
+    opened(page, served, *maps, at="#page=head")
+    loaded(page)
+    page.keyboard.press("c")
+    expect(page.locator(".pane")).to_have_count(2)
+    loaded(page)
+    tops = [box_of(canvas)["y"] for canvas in page.locator("canvas.map").all()]
+    assert tops[0] == tops[1]
+    for title, word in zip(page.locator(".pane-title").all(), ("mat", "dog"), strict=True):
+        expect(title).to_contain_text(word)
+    expect(page.locator("#svg")).to_be_disabled()
+    opacity = page.locator("#svg").evaluate("button => Number(getComputedStyle(button).opacity)")
+    assert opacity < 0.8
+
+
+def test_missing_fonts_are_reported_once(page: Page, served: list[Server]) -> None:
+    """U+12345 is cuneiform, for which few machines have a font."""
+    tokens = mh.TokenizedText(("a", " \U00012345", " b"))
+    if lacking(tokens.text) is None:
+        pytest.skip("this machine has a font of cuneiform")
+    opened(page, served, a_map(3).labelled(tokens), at="#page=head")
+    loaded(page)
+    banner = page.locator(".banner")
+    expect(banner).to_contain_text("No installed font has the characters drawn as boxes, such as U+12345")
+    banner.locator(".dismiss").click()
+    page.keyboard.press("x")
+    expect(page.locator(".token").first).to_be_visible()
+    expect(banner).to_be_hidden()

@@ -319,3 +319,22 @@ def test_a_message_ends_with_its_page(page: Page, served: list[Server]) -> None:
     expect(page.locator(".banner")).to_be_visible()
     page.keyboard.press("x")
     expect(page.locator(".banner")).to_be_hidden()
+
+
+def test_english_sentences_with_arabic_tokens_are_read_from_the_left(
+    page: Page, served: list[Server]
+) -> None:
+    words = ["مرحبا", "بالعالم", "هذا", "نص", "عربي", "طويل"]
+    q = 12 * torch.eye(6)[None, None]
+    k = q.roll(2, 2)  # each query attends to the key two places after it
+    amap = mh.attention_with_map(q, k, k)[1].labelled(mh.TokenizedText(tuple(f" {word}" for word in words)))
+    opened(page, served, amap, at="#page=head&pin=1,1")
+    page.keyboard.press("f")
+    sentence = page.locator(".finding span").first
+    assert sentence.evaluate("x => getComputedStyle(x).direction") == "ltr"
+    quoted = sentence.locator("bdi").all_inner_texts()
+    assert quoted
+    assert all(text[0] == text[-1] == '"' and text[1:-1] in words for text in quoted)
+    key = page.locator(".top-keys .token-text").first
+    assert key.evaluate("x => getComputedStyle(x).direction") == "ltr"
+    expect(key.locator("bdi mark")).to_have_count(1)

@@ -331,3 +331,40 @@ def test_runs_whose_texts_begin_alike_are_told_apart(page: Page, served: list[Se
     expect(page.locator(".pane-title")).to_contain_text("attention (0), “…evening train leave.”")
     expect(page.locator(".pane-title")).to_contain_text("attention (1), “…morning train leave.”")
     expect(page.locator(".subject .excerpt")).to_have_text(parts)
+
+
+def fits(page: Page) -> bool:
+    return bool(
+        page.locator(".matrices").evaluate(
+            "x => x.scrollHeight <= x.clientHeight && x.scrollWidth <= x.clientWidth"
+        )
+    )
+
+
+def test_runs_with_different_numbers_of_heads_fit_one_screen(page: Page, served: list[Server]) -> None:
+    page.set_viewport_size({"width": 1280, "height": 800})
+    opened(page, served, a_recording(3, 6), a_recording(3, 6), a_recording(4, 12))
+    expect(page.locator(".card canvas.drawn")).to_have_count(84)
+    assert fits(page)
+    facts = page.locator(".subject .muted").last
+    expect(facts).to_have_text("3 runs")
+    assert (
+        box_of(facts)["x"] + box_of(facts)["width"]
+        <= box_of(page.locator(".subject"))["x"] + box_of(page.locator(".subject"))["width"]
+    )
+
+
+def test_sorted_heads_fit_beside_the_drawer(page: Page, served: list[Server]) -> None:
+    page.set_viewport_size({"width": 1280, "height": 800})
+    opened(page, served, a_recording(4, 12), at="#score=entropy&order=score")
+    page.keyboard.press("f")
+    expect(page.locator(".matrices.sorted")).to_be_visible()
+    wait_until_painted(page)
+    assert page.locator(".drawer").is_visible()
+    assert fits(page)
+
+
+def test_before_cells_are_known_the_scale_ends_at_1(page: Page, served: list[Server]) -> None:
+    page.route(re.compile("/tiles/"), lambda route: None)  # and never answers
+    opened(page, served, a_map(20))
+    expect(page.locator(".color-bar")).to_have_attribute("data-top", "1")

@@ -27,8 +27,9 @@ from manyheads.highlights import (
     expected_weights,
     explain,
     find_candidates,
+    left_out,
     most_characteristic,
-    ordinal,
+    name_token,
     score_heads,
     select_findings,
     uniform,
@@ -396,10 +397,24 @@ def test_in_a_long_text_words_with_the_same_words_around_them_are_earlier_or_lat
     assert say(200, 300, ha) == f": {name} attends to a later {name} (0.50)."
 
 
-def test_ordinals() -> None:
-    said = {1: "first", 2: "second", 10: "tenth", 11: "11th", 12: "12th", 13: "13th", 21: "21st", 22: "22nd"}
-    said |= {23: "23rd", 24: "24th", 101: "101st", 111: "111th", 112: "112th", 113: "113th"}
-    assert {n: ordinal(n) for n in said} == said
+def test_words_are_counted_up_to_the_fourth() -> None:
+    tokens = TokenizedText(("a", " one", " a", " two", " a", " three", " a", " four", " a", " five"))
+    names = [name_token(n, tokens) for n in (0, 2, 4, 6, 8)]
+    assert names[:4] == ['the first "a"', 'the second "a"', 'the third "a"', 'the fourth "a"']
+    assert names[4] == '"a" in "…a four a five"'
+
+
+def test_tokens_that_differ_to_the_eye_share_a_token() -> None:
+    """Tokens of bytes can be the same in different characters."""
+    tokens = TokenizedText(("的", "", "一", " ", "ل", ""))
+    said = describe(Finding(2, 1, 4, 2, 0.5, 0.1, "after the same token"), tokens)
+    assert said.endswith(
+        '"ل" attends to "一" (0.50), the token that followed "的", which shares a token with "ل".'
+    )
+
+
+def test_blanks_are_left_out() -> None:
+    assert left_out(TokenizedText(("[CLS]", "a", " ", "\n\n", " b", "漢", ""), (0,))) == [0, 2, 3]
 
 
 # -- the command -----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import base64
 import io
 import re
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -115,6 +116,24 @@ def test_the_labels_of_a_part_know_their_words() -> None:
     assert isinstance(part, mh.TokenizedText)
     assert [part.word(n) for n in range(6)] == ["tailor"] * 6
     assert pictures._part(text, range(38, 42)) == ["tail", "or", "", ""]
+
+
+@pytest.mark.parametrize("control", ["", "\x00"])
+def test_an_svg_joins_pieces_and_has_the_text(control: str) -> None:
+    """Joining marks as on the page, and the text as it was written, without what no XML file can have."""
+    tokens = mh.TokenizedText(("The", " sta", "tion", " 漢", "", f" <b>{control}"))
+    amap = a_map(len(tokens)).labelled(tokens)
+    head = Pyramid(amap.only(heads=1))
+    svg = finish(pictures.draw_view(head, range(6), range(6), title="a head")).decode()
+    root = ElementTree.fromstring(svg)
+    words = {"purl": "http://purl.org/dc/elements/1.1/"}
+    assert [x.text for x in root.iterfind(".//purl:description", words)] == [
+        tokens.text.replace("\x00", "\ufffd")
+    ]
+    joined = root.findall(".//*[@id='joined']")
+    assert [len(list(x.iter("{http://www.w3.org/2000/svg}path"))) for x in joined] == [2, 2]
+    pdf = finish(pictures.draw_view(head, range(6), range(6), title="a head", format="pdf"))
+    assert pdf.startswith(b"%PDF")
 
 
 def test_the_bars_of_strips_are_the_largest_of_each_cell() -> None:

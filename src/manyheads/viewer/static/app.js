@@ -115,7 +115,9 @@ class App {
 
   async tokens({ run, layer, batch }) {
     try {
-      return await this.load(`tokens/${run}/${layer}/${batch}`, (response) => new Tokens(response));
+      const tokens = await this.load(`tokens/${run}/${layer}/${batch}`, (response) => new Tokens(response));
+      this.reportMissingFonts(tokens);
+      return tokens;
     } catch (error) {
       this.showError(error);
       return new Tokens({ queries: null, keys: null, first: null });
@@ -205,7 +207,8 @@ class App {
   describeSubject() {
     const { state, info } = this, { second } = state, isCompared = state.page === "head" && second && second.run !== state.run;
     const shown = state.page === "overview" ? [...info.runs.keys()] : isCompared ? [state.run, second.run] : [state.run];
-    const names = shown.map((run) => [make("strong", {}, info.runs[run].title), this.excerptOf(run)]);
+    const excerpt = (run) => (shown.length > 2 ? "" : this.excerptOf(run)); // of more runs, their matrices have it
+    const names = shown.map((run) => [make("strong", { title: info.runs[run].title }, info.runs[run].title), excerpt(run)]);
     const [run] = shown.map((n) => info.runs[n]);
     const facts = shown.length > 1 ? [plural(shown.length, "run")] : [describeSize(run), describeHeads(run)];
     this.subject.replaceChildren(...names.flat(), ...facts.map((text) => make("span", { class: "muted" }, text)));
@@ -357,6 +360,14 @@ class App {
     if (error.name === "AbortError") return;
     if (!(error instanceof ViewerError)) console.error(error);
     this.writeBanner(error.message, true);
+  }
+
+  // Say once, until it is dismissed, that no installed font has some characters of a text.
+  reportMissingFonts({ keys, pieces }) {
+    const absent = this.hasReportedFonts ? null : findAbsentCharacter((pieces ?? keys ?? []).join(""));
+    if (!absent) return;
+    this.hasReportedFonts = true;
+    this.writeBanner(`No installed font has the characters drawn as boxes, such as ${absent}; Noto's fonts have most.`, false);
   }
 
   writeBanner(text, isError) {

@@ -92,7 +92,7 @@ class FindingsPanel {
 
   writeCard(finding) {
     const [, head, sentence] = finding.sentence.match(/^(.*?): ([^]*)$/) ?? [null, "", finding.sentence];
-    const card = make("button", { type: "button", class: "finding", onclick: () => this.open(finding) }, make("strong", {}, head), make("span", { dir: "auto" }, sentence));
+    const card = make("button", { type: "button", class: "finding", onclick: () => this.open(finding) }, make("strong", {}, head), make("span", { dir: "ltr" }, ...isolateQuotes(sentence)));
     this.cards.push([card, finding]);
     return card;
   }
@@ -102,6 +102,11 @@ class FindingsPanel {
     this.app.change({ page: "head", run, layer, head, second: null, view: null, ...pinning([query, key]) });
     this.app.page.flyTo([query, key]);
   }
+}
+
+// Return an English sentence with each quoted text as an element of its own, so that right-to-left text doesn't reorder it.
+function isolateQuotes(sentence) {
+  return sentence.split(/("[^"]+"|(?<=^|\s)'[^]+?'(?=[\s,.]|$))/).map((part, n) => (n % 2 ? make("bdi", {}, part) : part));
 }
 
 class PairPanel {

@@ -5,11 +5,11 @@ const BOTH = 1200; // pixels: the least width of the page that has a side panel 
 const FLIGHT = 500; // milliseconds in which the view moves to a finding
 const READABLE = 14; // pixels: cells of the whole matrix that are as large need no zoom to a finding
 const LEAST_PANE = 420; // pixels: the least width of a pane, whose texts need it
-const SCANNING = "The largest weights are known when the scan of this head is complete.";
+const SCANNING = "The crosshair moves to the next largest weight when the scan of this head is complete.";
 
 class HeadPage {
   constructor(body, app, tools) {
-    Object.assign(this, { app, panes: [], panels: [], rank: -1, ranking: null });
+    Object.assign(this, { app, panes: [], panels: [], rank: -1, ranking: null, isWaiting: false });
     this.root = make("div", { class: "head-page" });
     this.message = make("p", { class: "muted opening", hidden: true });
     this.side = make("div", { class: "side" });
@@ -35,9 +35,10 @@ class HeadPage {
     for (const [n, [place, other]] of pairs.entries()) {
       const pane = (this.panes[n] ??= new HeadPane(this.root, this.app, this));
       const isShown = JSON.stringify([pane.place, pane.other]) === JSON.stringify([place, other]);
-      if (!isShown) {
+      if (isShown) pane.writeTitle();
+      else {
         pane.open(place, other);
-        Object.assign(this, { rank: -1, ranking: null });
+        Object.assign(this, { rank: -1, ranking: null, isWaiting: false });
       }
     }
     this.root.append(this.side); // after the panes, also for the keyboard
@@ -100,6 +101,7 @@ class HeadPage {
   layOut() {
     const width = this.root.clientWidth, { length } = this.panes, isNarrow = width < 760;
     this.root.classList.toggle("narrow", isNarrow);
+    this.alignHeads(isNarrow);
     this.side.hidden = !this.panels.length || (this.app.drawer.shown !== null && !isNarrow && width < BOTH); // the drawer takes its place
     for (const pane of this.panes) {
       if (!pane.tiles) continue;
@@ -112,6 +114,15 @@ class HeadPage {
     }
     for (const panel of this.panels) panel.draw();
     this.picture?.draw();
+  }
+
+  // Give the heads of panes beside each other the same height, so that their matrices begin at the same height.
+  alignHeads(isNarrow) {
+    const heads = this.panes.map(({ head }) => head);
+    for (const head of heads) head.style.minHeight = "";
+    if (heads.length < 2 || isNarrow) return;
+    const most = Math.max(...heads.map(({ offsetHeight }) => offsetHeight));
+    for (const head of heads) head.style.minHeight = `${most}px`;
   }
 
   // Draw again, because the crosshair moved.
@@ -226,20 +237,34 @@ class HeadPage {
   async moveToNextLargest() {
     const pane = this.panes[0], { place } = pane, { run, layer, head, batch } = place;
     if (pane.other || this.app.client instanceof PageClient) return;
-    if (!pane.isComplete) return this.app.showMessage(SCANNING);
+    if (!pane.isComplete) return this.waitForScan();
     const rank = this.rank + 1;
     try {
       const { query, key, complete } = await json(this.app.client, `largest/${run}/${layer}/${head}/${rank}/${batch}`);
       if (pane.place !== place || !pane.tiles) return;
-      if (!complete) return pane.rescan(), this.app.showMessage(SCANNING);
+      if (!complete) return pane.rescan(), this.waitForScan();
       if (query === null) return this.showRanking(this.app.state.pin, `this head has ${plural(rank, "weight")} above 0`);
       this.rank = rank;
       this.moveTo([query, key]);
-      if (pane.level) this.flyTo([query, key]); // to where single weights are visible
+      if (pane.geometry.zoom < READABLE) this.flyTo([query, key]); // to where single weights are visible
       this.showRanking([query, key], `weight ${count(rank + 1)} of this head, in descending order`);
     } catch (error) {
       this.app.showError(error);
     }
+  }
+
+  // Move to the next largest weight when the scan of the first pane is complete.
+  waitForScan() {
+    this.isWaiting = true;
+    this.app.showMessage(SCANNING);
+  }
+
+  // The scan of a pane is complete.
+  scanned(pane) {
+    if (!this.isWaiting || pane !== this.panes[0]) return;
+    this.isWaiting = false;
+    this.app.hideMessage(SCANNING);
+    this.moveToNextLargest();
   }
 
   // Show a text about the order of weights in the status line of the first pane, as long as a cell is pinned.

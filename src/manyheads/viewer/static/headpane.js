@@ -11,8 +11,8 @@ class HeadPane {
     this.note = make("div", { class: "note", role: "status" });
     this.reading = make("div", { class: "reading", "aria-live": "polite" });
     this.progressBar = make("progress", { max: 1, "aria-label": "progress of the scan" });
-    this.element = make("section", { class: "pane" },
-      make("div", { class: "pane-head" }, this.title, this.habit), this.reading,
+    this.head = make("div", { class: "pane-head" }, this.title, this.habit);
+    this.element = make("section", { class: "pane" }, this.head, this.reading,
       make("div", { class: "stage" }, this.canvas, this.minimap.canvas),
       make("div", { class: "foot" }, this.progressBar, this.note));
     root.append(this.element);
@@ -37,8 +37,7 @@ class HeadPane {
     this.tiles = other ? new DifferenceTiles(load(place), load(other)) : load(place);
     const failed = (error) => this.app.showError(error), size = this.layer.shape.slice(2);
     this.exact = [place, other].filter(Boolean).map((head) => new ExactWeights(this.app.client, head, size, changed, failed));
-    this.title.replaceChildren(...(other ? ["difference: ", ...this.nameHead(place), " − ", ...this.nameHead(other)] : this.nameHead(place)));
-    this.canvas.setAttribute("aria-label", `attention weights of ${this.title.textContent}; shift and arrows read single weights`);
+    this.writeTitle();
     this.measure();
     const { tiles } = this;
     this.app.tokens(place).then((tokens) => {
@@ -50,6 +49,13 @@ class HeadPane {
     });
     this.describeHabit(tiles);
     this.poll(tiles);
+  }
+
+  // Write the name of the head, which says more if another run is compared.
+  writeTitle() {
+    const { place, other } = this;
+    this.title.replaceChildren(...(other ? ["difference: ", ...this.nameHead(place), " − ", ...this.nameHead(other)] : this.nameHead(place)));
+    this.canvas.setAttribute("aria-label", `attention weights of ${this.title.textContent}; shift and arrows read single weights`);
   }
 
   // The name of a head as elements: its numbers first, then its run if there are several, with a part of its text if runs of
@@ -90,6 +96,7 @@ class HeadPane {
       if (this.isComplete) {
         tiles.removeSampled();
         this.showValue();
+        this.page.scanned(this);
         return;
       }
       this.draw();
@@ -333,10 +340,10 @@ class HeadPane {
   // Draw the weights as numbers if they fit into their cells; return how many of them aren't loaded.
   paintDigits(context, level) {
     const { geometry } = this, { x: dx, y: dy, k, v, queries, keys } = geometry, { scale } = this.app.state;
-    if (level || k < 44 || v < 14) return 0;
+    if (level || k < 34 || v < 14) return 0;
     const hasExact = !(this.app.client instanceof PageClient), digits = k < 60 ? 2 : 3;
     if (hasExact) for (const weights of this.exact) weights.request(queries, keys);
-    context.font = `${k < 60 ? 11 : 13}px system-ui, sans-serif`;
+    context.font = `${k < 44 ? 10 : k < 60 ? 11 : 13}px system-ui, sans-serif`;
     context.textAlign = "center";
     context.textBaseline = "middle";
     let unwritten = 0;
@@ -533,8 +540,8 @@ class HeadPane {
     const weight = this.other ? subtract(...weights) : weights[0], more = [];
     const both = this.other && weight === weight ? ` = ${weights.map((each) => write(each, "0 (masked)")).join(" − ")}` : "";
     if (this.marginals && !isPooled) {
-      more.push(` · the key receives ${format(this.marginals.received[keys[0]], 4)}`);
-      more.push(` · the query's entropy is ${format(this.marginals.entropy[queries[0]], 4)} nats`);
+      more.push(` · key receives ${format(this.marginals.received[keys[0]], 4)}`);
+      more.push(` · query's entropy ${format(this.marginals.entropy[queries[0]], 4)} nats`);
     }
     this.reading.replaceChildren(
       `${what} `, make("b", { class: "value" }, write(weight, "masked")), `${both} · query `, make("b", {}, this.nameQuery(...queries)),

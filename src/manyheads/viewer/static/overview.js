@@ -1,6 +1,6 @@
 // The overview: a matrix of thumbnails with a row for each layer and a column for each head, all in the colours of one scale. The
 // cells can show a head score, and be sorted by it.
-const NARROW = 760; // pixels: a narrower overview is that of a phone
+const NARROW = 760; // pixels: a narrower viewer is that of a phone
 
 class Overview {
   constructor(body, app, tools) {
@@ -73,7 +73,7 @@ class Overview {
   // Arrange the cells in matrices or, sorted by a score, in a list, as large as they fit.
   layOut() {
     const { clientWidth, clientHeight } = this.list, width = clientWidth - 24;
-    const height = clientWidth < NARROW ? Infinity : clientHeight - 20; // a phone scrolls, and its whole width is used
+    const isPhone = this.app.root.clientWidth < NARROW, height = isPhone ? Infinity : clientHeight - 20; // a phone scrolls
     if (width <= 0) return;
     const extra = this.score ? STRIP_HEIGHT : 0;
     const layout = this.isSorted ? this.planList(width, height) : this.planMatrices(width, height, extra);
@@ -84,7 +84,6 @@ class Overview {
     this.isTinted = extra > 0 && layout.cell < STRIPPED;
     this.list.style.setProperty("--cell", `${layout.cell}px`);
     this.list.style.setProperty("--gap", `${gapOf(layout.cell)}px`);
-    this.list.style.setProperty("--across", layout.across);
     this.list.classList.toggle("tinted", this.isTinted);
     this.list.classList.toggle("stripped", extra > 0 && !this.isTinted);
     this.list.classList.toggle("sorted", this.isSorted);
@@ -115,10 +114,13 @@ class Overview {
   }
 
   // Fill the page with rows of cells, and remember them for the arrow keys.
-  build({ groups, places, columns }) {
+  build({ groups, places, columns, across }) {
     const hadFocus = this.list.matches(":focus-within");
     this.rows = [];
-    if (groups) this.list.replaceChildren(...groups.map((group) => this.buildMatrix(group, groups.length > 1)));
+    const sections = groups?.map((group) => this.buildMatrix(group, groups.length > 1)) ?? [];
+    const lines = []; // of matrices beside each other, which have columns of their own
+    for (let n = 0; n < sections.length; n += across) lines.push(make("div", { class: "matrix-line" }, ...sections.slice(n, n + across)));
+    if (groups) this.list.replaceChildren(...lines);
     else this.list.replaceChildren(this.buildList(places, columns));
     this.setTabStop(hadFocus);
   }

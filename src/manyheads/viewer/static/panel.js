@@ -173,7 +173,7 @@ class SidePanel {
 
   // A key with the text before it.
   describeKey(key) {
-    const { tokens } = this.pane, element = make("span", { class: "token-text", dir: "auto" });
+    const { tokens } = this.pane, element = make("span", { class: "token-text", dir: "ltr" });
     if (!tokens.keys) {
       element.append(`key ${count(key)}`);
       return element;
@@ -183,7 +183,8 @@ class SidePanel {
     const written = tokens.pieces ? text(start, stop) : "", isBlank = !/\S/.test(written) || written.includes("\n");
     const name = isBlank ? tokens.keys[key] : written; // labels mark blanks and the ends of lines
     const before = Array.from(text(first, start).replaceAll(/\s+/g, " ")).slice(-LETTERS).join("");
-    element.append(make("span", { class: "muted" }, start > 0 ? `…${before}` : ""), make("mark", {}, name), make("span", { class: "muted" }, ` ${count(key)}`));
+    const context = make("span", { class: "muted" }, start > 0 ? `…${before}` : "");
+    element.append(make("bdi", {}, context, make("mark", {}, name)), make("span", { class: "muted" }, ` ${count(key)}`));
     return element;
   }
 

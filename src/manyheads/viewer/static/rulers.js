@@ -11,7 +11,8 @@ function drawRulers(context, geometry, tokens, chosen, theme) {
   context.font = "11px system-ui, sans-serif";
   context.textAlign = "right";
   context.fillStyle = theme.muted;
-  context.fillText("queries ↓   keys →", geometry.left - 4, geometry.above - 27, geometry.left - 8);
+  const edge = geometry.left - (geometry.strip ? 4 : LINE_HEIGHT); // without a strip, the label of the first key is beside it
+  context.fillText("queries ↓   keys →", edge, geometry.above - 27, edge - 4);
   context.restore();
 }
 

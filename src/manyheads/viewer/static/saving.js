@@ -159,7 +159,12 @@ function wrapText(context, text, width) {
   return lines;
 }
 
-const fileName = (app) => app.short(app.state).replaceAll(/[^a-z0-9]+/g, "-");
+// A name for the file of a view: of two heads, both.
+function fileName(app) {
+  const { second, show } = app.state, names = [app.short(app.state)];
+  if (second) names.push(show === "difference" ? "minus" : "and", app.short(second));
+  return names.join(" ").replaceAll(/[^a-z0-9]+/g, "-");
+}
 
 function download(blob, name) {
   const url = URL.createObjectURL(blob);

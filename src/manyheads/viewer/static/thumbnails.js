@@ -125,6 +125,7 @@ function sharedScale(thumbnails, pooling) {
   const counts = new Uint32Array(STEPS.length); // counts[n]: cells of at most STEPS[n], and of more than STEPS[n + 1]
   for (const thumbnail of thumbnails) countSteps(thumbnail, pooling).forEach((count, n) => (counts[n] += count));
   const total = counts.reduce((sum, count) => sum + count, 0);
+  if (!total) return { top: 1, isSaturated: false }; // no cells are known yet
   let n = 0, above = 0; // cells of more than STEPS[n]
   while (n < STEPS.length - 1 && above + counts[n] <= total / 100) above += counts[n++];
   return { top: STEPS[n], isSaturated: above > 0 };

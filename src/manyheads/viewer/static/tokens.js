@@ -20,6 +20,28 @@ function fitting(context, name, width) {
   return short(name, length);
 }
 
+const GLYPH = 24, ALPHABET = 4000; // pixels of a glyph that is compared; the number of different characters that are
+const NO_GLYPH = "\u{10fffd}"; // a character for private use, for which no font has a glyph
+
+// Return the first character of a text that is drawn as the box for a missing glyph, as "U+0BA4", or null.
+function findAbsentCharacter(text) {
+  const characters = [...new Set(text.match(/[\u0250-\u{10ffff}]/gu) ?? [])].filter((character) => /[\p{L}\p{N}\p{S}]/u.test(character));
+  if (!characters.length) return null;
+  const canvas = document.createElement("canvas"), context = canvas.getContext("2d", { willReadFrequently: true });
+  canvas.width = canvas.height = GLYPH;
+  context.font = `${GLYPH / 2}px system-ui, sans-serif`;
+  context.textBaseline = "middle";
+  const paint = (character) => {
+    context.clearRect(0, 0, GLYPH, GLYPH);
+    context.fillText(character, 2, GLYPH / 2);
+    return context.getImageData(0, 0, GLYPH, GLYPH).data.join();
+  };
+  const { width } = context.measureText(NO_GLYPH), box = paint(NO_GLYPH);
+  const isAbsent = (character) => context.measureText(character).width === width && paint(character) === box;
+  const absent = /[1-9]/.test(box) ? characters.slice(0, ALPHABET).find(isAbsent) : undefined;
+  return absent === undefined ? null : `U+${absent.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
+}
+
 // The tokens of the keys and queries of a layer, from the API's response. Positions are those of keys; the query at a position
 // has the index `position - first`.
 class Tokens {
