@@ -80,9 +80,11 @@ template <class T, class Op> struct Backward {
             int64_t row = head * problem.t + first + n;
             Real l = n < count ? ((const Real *)problem.lse)[row] : -(Real)INF;
             norm[n] = l == -INF ? INF : l;
-            mean[n] = 0;
-            if (n < count) mean[n] = dot(d + n * d_step[2], d_step[3], out + n * out_step[2], out_step[3], problem.w);
-            if (n < count && gradient.d_lse) mean[n] -= ((const Real *)gradient.d_lse)[row];
+            // In the order of the product with values: in float32, the gradients of scores of a row with one key are exactly 0.
+            Real sum = 0;
+            for (int64_t x = 0; n < count && x < problem.w; x++)
+                sum += widen(d[n * d_step[2] + x * d_step[3]]) * widen(out[n * out_step[2] + x * out_step[3]]);
+            mean[n] = n < count && gradient.d_lse ? sum - ((const Real *)gradient.d_lse)[row] : sum;
             if (n < count && gradient.delta) ((Real *)gradient.delta)[row] = mean[n];
         }
     }

@@ -58,26 +58,10 @@ template <class T, class Op> struct FewQueries {
 
     // Multiplies all queries by count keys; the products are written to `to`, [rows, STEP].
     template <int STEP> void multiply_keys(const Queries &queries, int64_t first, int64_t count, Real *to) const {
-        if (packs && count == 1 && Op::ROWS_MULTIPLE == 1) return multiply_one<STEP>(queries, first, to);
         if (packs) return multiply_packed<STEP>(queries, first, count, to);
         bool fits = problem.k_stride[3] == 1 && problem.d % (LANES * Op::PAIR) == 0;
         each_four(rows, [&](int64_t row, auto group) {
             multiply_unpacked<STEP, group>(queries, row, first, count, fits, to);
-        });
-    }
-
-    // Does the same for a single key, with the same bits. (Packing a panel takes longer than its product.)
-    template <int STEP> void multiply_one(const Queries &queries, int64_t j, Real *to) const {
-        const T *key = row_at<T>(problem.k, problem.k_stride, queries.b, queries.g, j);
-        pack_query<Op>(queries.panel, key, problem.k_stride[3], problem.d, 1);
-        each_four(rows, [&](int64_t row, auto group) {
-            const Element *q = queries.packed + row * depth;
-            Vector sum[group] = {};  // each lane has the same sum
-            for (int64_t x = 0; x < depth; x += Op::PAIR) {
-                Vector one = Op::left(queries.panel + x);
-                for (int i = 0; i < group; i++) sum[i] = Op::add(sum[i], Op::left(q + i * depth + x), one);
-            }
-            for (int i = 0; i < group; i++) store(to + (row + i) * STEP, sum[i]);
         });
     }
 
