@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import random
 import shlex
 import statistics
 import subprocess
@@ -626,8 +627,11 @@ def interleave(
     """
     repeats = {name: math.ceil(sample / max(time, sample / 1000)) for name, time in seconds.items()}
     times: dict[str, list[float]] = {name: [] for name in seconds}
+    # Each round has another order, because a run that follows a large one finds its caches taken.
+    order, generator = list(seconds), random.Random(0)
     for _ in range(rounds):
-        for name in seconds:
+        generator.shuffle(order)
+        for name in order:
             times[name].append(measure_seconds(running[name], repeats[name]))
     return times
 

@@ -701,11 +701,11 @@ template <class T, class Op> struct Call {
 };
 
 // Returns true if `Decode` is faster than `Call`, which packs keys and values: if few queries share a head of keys. With AVX2
-// this was measured for more queries than FEW_QUERIES, up to 16, or 32 if numbers aren't widened from bfloat16 and its
-// splits are work for eight threads.
+// and AVX-512, in float32 products, it is (measured) for more queries than FEW_QUERIES: up to 16, or 32 if numbers aren't
+// widened from bfloat16 and its splits are work for eight threads.
 template <class T, class Op> bool decodes(const Problem &problem, const Statistics *statistics) {
     int64_t queries = queries_per_key(problem);
-    if (BYTES != 32 || statistics) return queries <= FEW_QUERIES;
+    if (BYTES < 32 || Op::PAIR == 2 || statistics) return queries <= FEW_QUERIES;
     constexpr int64_t SPLIT = Decode<T, Op>::SHORT;
     bool divides = problem.b * problem.g * round_up(problem.s, SPLIT) / SPLIT >= 8;
     return queries <= (divides && !std::is_same<T, BFloat16>::value ? 32 : 16);

@@ -207,8 +207,9 @@ template <class T, class Op> struct Decode : FewQueries<T, Op> {
     }
 
     void run() {
-        run_on<Op>(threads_for(problem, this->operations()), [&] {
-            take_each(next, problem.b * problem.g * splits, [&](int64_t n) { compute(n / splits, n % splits); });
+        int64_t pieces = problem.b * problem.g * splits;
+        run_on<Op>(threads_for(problem, this->operations(), pieces), [&] {
+            take_each(next, pieces, [&](int64_t n) { compute(n / splits, n % splits); });
         });
         for (int64_t head = 0; !lse_known && head < problem.b * problem.g; head++) merge(head);
     }

@@ -66,11 +66,7 @@ template <class T, class Op> struct DecodeGradient : FewQueries<T, Op> {
             this->pack(split, row);
             Real lse = ((const Real *)problem.lse)[place],
                  delta = gradient.d_lse ? -((const Real *)gradient.d_lse)[place] : (Real)0;
-            Vector sums = {};
-            for (int64_t x = 0; x < problem.w; x += LANES)
-                sums +=
-                    load(split.d_out + row * wide_row + x) * Single::units(out, problem.out_stride[3], x, problem.w);
-            delta += sum(sums);
+            delta += dot(split.d_out + row * wide_row, 1, out, problem.out_stride[3], problem.w);
             split.lse[row] = lse == -INF ? INF : lse;  // if everything is masked, weights become 0
             split.delta[row] = delta;
             if (first && gradient.delta) ((Real *)gradient.delta)[place] = delta;
@@ -224,8 +220,9 @@ template <class T, class Op> struct DecodeGradient : FewQueries<T, Op> {
     }
 
     int run() {
-        run_on<Op>(threads_for(problem, 2.5 * this->operations()), [&] {
-            take_each(next, problem.b * problem.g * splits, [&](int64_t n) { compute(n / splits, n % splits); });
+        int64_t pieces = problem.b * problem.g * splits;
+        run_on<Op>(threads_for(problem, 2.5 * this->operations(), pieces), [&] {
+            take_each(next, pieces, [&](int64_t n) { compute(n / splits, n % splits); });
         });
         for (int64_t head = 0; !has_nonfinite && head < problem.b * problem.g; head++) merge(head);
         release_storage();

@@ -11,8 +11,9 @@
 
 namespace {
 
-constexpr int KEYS = 96;      // in a block
-constexpr int QUERIES = 128;  // in a step
+constexpr int KEYS = 96;                  // in a block
+constexpr int QUERIES = 128;              // in a step
+constexpr int64_t OWN_NUMBERS = 1 << 20;  // the most packed numbers of a head that one thread packs and computes
 
 template <class T, class Op> struct Backward {
     typedef typename Op::Element Element;
@@ -25,11 +26,12 @@ template <class T, class Op> struct Backward {
     int64_t key_row, value_row;          // depth and value_depth in whole vectors
     int64_t key_panels, value_panels;    // panels of d, of w
     int64_t blocks, chunks;              // blocks of keys; chunks of blocks
-    Element *q_columns, *q_rows;         // [b * h, panels, depth, PANEL], [b * h, key_panels, panels * PANEL, PANEL]
+    int64_t first_head = 0;              // the first head of queries in these arrays, which have `heads` of them:
+    Element *q_columns, *q_rows;         // [heads, panels, depth, PANEL], [heads, key_panels, panels * PANEL, PANEL]
     Element *out_columns, *out_rows;     // the same of the gradient of the output: value_depth, value_panels
-    Real *lse;                           // [b * h, panels * PANEL]: infinite where everything is masked
+    Real *lse;                           // [heads, panels * PANEL]: infinite where everything is masked
     Real *delta;                         // the same: Σ weight · gradient of the weight, less d_lse
-    Real *dq;                            // [b * h, chunks, lines, panels * PANEL]: without the scale
+    Real *dq;                            // [heads, chunks, lines, panels * PANEL]: without the scale
     Real unit;                           // a product times this is a score, with the bits of the forward pass
     int64_t next = 0;
     bool has_nonfinite = false;  // if true, the results can't be used: masked numbers would leak into them
@@ -42,7 +44,10 @@ template <class T, class Op> struct Backward {
         key_panels = round_up(problem.d, PANEL) / PANEL, value_panels = round_up(problem.w, PANEL) / PANEL;
         blocks = round_up(problem.s, KEYS) / KEYS, chunks = smaller(gradient.chunks, blocks);
         unit = PAIRS ? (Real)problem.scale : (Real)1;
-        int64_t rows = problem.b * problem.h * panels * PANEL;
+    }
+
+    void reserve(int64_t heads) {
+        int64_t rows = heads * panels * PANEL;
         allocate(call_storage, array(q_columns, rows * depth), array(q_rows, rows * key_panels * PANEL),
                  array(out_columns, rows * value_depth), array(out_rows, rows * value_panels * PANEL), array(lse, rows),
                  array(delta, rows), array(dq, rows * chunks * lines));
@@ -58,13 +63,13 @@ template <class T, class Op> struct Backward {
         const T *q = row_at<T>(problem.q, problem.q_stride, b, h, first),
                 *d = row_at<T>(gradient.d_out, d_step, b, h, first);
         const T *out = row_at<T>(problem.out, out_step, b, h, first);
-        int64_t place = head * panels + panel;
+        int64_t local = head - first_head, place = local * panels + panel;
         pack_columns<Op>(q_columns + place * depth * PANEL, q, problem.q_stride + 2, count, problem.d,
                          (Real)problem.scale);
         pack_columns<Op>(out_columns + place * value_depth * PANEL, d, d_step + 2, count, problem.w);
         int64_t apart = panels * PANEL * PANEL;
-        Element *q_to = q_rows + (head * key_panels * panels + panel) * PANEL * PANEL;
-        Element *d_to = out_rows + (head * value_panels * panels + panel) * PANEL * PANEL;
+        Element *q_to = q_rows + (local * key_panels * panels + panel) * PANEL * PANEL;
+        Element *d_to = out_rows + (local * value_panels * panels + panel) * PANEL * PANEL;
         uint8_t kinds[2][PANEL];
         pack_rows<Op>(q_to, apart, q, problem.q_stride + 2, count, problem.d, kinds[0]);
         pack_rows<Op>(d_to, apart, d, d_step + 2, count, problem.w, kinds[1]);
@@ -75,6 +80,7 @@ template <class T, class Op> struct Backward {
             int64_t row = head * problem.t + first + n;
             Real l = n < count ? ((const Real *)problem.lse)[row] : -(Real)INF;
             norm[n] = l == -INF ? INF : l;
+            // In the order of the product with values: in float32, the gradients of scores of a row with one key are exactly 0.
             Real sum = 0;
             for (int64_t x = 0; n < count && x < problem.w; x++)
                 sum += widen(d[n * d_step[2] + x * d_step[3]]) * widen(out[n * out_step[2] + x * out_step[3]]);
@@ -135,14 +141,14 @@ template <class T, class Op> struct Backward {
     // with zeros to the depth of a product. Returns true if all numbers are finite.
     static bool copy(Element *to, int64_t to_row, Element *columns, const T *rows, const int64_t step[2], int64_t count,
                      int64_t width) {
-        Vector sums = {};  // 0, unless some number isn't finite
+        Integers nonfinite = {};  // not 0 in lanes with such a number
         for (int64_t j = 0; j < round_up(count, Op::DEPTH_MULTIPLE); j += LANES)
             for (int64_t x = 0; x < to_row; x += LANES) {
                 Vector block[LANES];
                 for (int64_t n = 0; n < LANES; n++) {
                     bool real = j + n < count && x < width;
                     block[n] = real ? Single::units(rows + (j + n) * step[0], step[1], x, width) : Vector{};
-                    sums += block[n] - block[n];
+                    nonfinite |= (Integers)(block[n] - block[n]);
                     Op::round(to + (j + n) * to_row + x, block[n]);
                 }
                 if (!columns) continue;
@@ -150,17 +156,21 @@ template <class T, class Op> struct Backward {
                 for (int64_t m = 0; m < smaller<int64_t>(LANES, width - x); m++)
                     Op::round(columns + (x + m) * KEYS + j, block[m]);
             }
-        return sum(sums) == 0;
+        return !bit_mask(nonfinite != 0);
+    }
+
+    // Writes a row of `width` numbers, times a factor; whole vectors of it are read.
+    INLINE void write_row(const Real *row, Real factor, T *to, int64_t width) {
+        for (int64_t x = 0; x < width; x += LANES)
+            narrow(factor * load(row + x), to + x, smaller<int64_t>(LANES, width - x));
     }
 
     void write_keys(const Block &block) const {
         int64_t at = (block.b * problem.g + block.g) * problem.s + block.first;
         T *dk = (T *)gradient.dk + at * problem.d, *dv = (T *)gradient.dv + at * problem.w;
         for (int64_t j = 0; j < block.count; j++) {
-            for (int64_t x = 0; x < problem.d; x++)
-                narrow((Real)problem.scale * block.dk[j * key_panels * PANEL + x], dk[j * problem.d + x]);
-            for (int64_t x = 0; x < problem.w; x++)
-                narrow(block.dv[j * value_panels * PANEL + x], dv[j * problem.w + x]);
+            write_row(block.dk + j * key_panels * PANEL, (Real)problem.scale, dk + j * problem.d, problem.d);
+            write_row(block.dv + j * value_panels * PANEL, 1, dv + j * problem.w, problem.w);
         }
     }
 
@@ -207,7 +217,8 @@ template <class T, class Op> struct Backward {
 
     // Computes queries first … first + count of a head with a block of keys. plain: nothing is masked or added.
     void step(const Block &block, int64_t h, int64_t first, int64_t count, bool plain) const {
-        int64_t head = block.b * problem.h + h, rows = panels * PANEL, at = head * rows + first;
+        int64_t head = block.b * problem.h + h, local = head - first_head, rows = panels * PANEL,
+                at = local * rows + first;
         int64_t even = round_up(block.count, Op::DEPTH_MULTIPLE), whole = round_up(count, LANES),
                 used = round_up(count, Op::DEPTH_MULTIPLE);
         for (int64_t c = 0; c < count; c += PANEL) {
@@ -230,8 +241,8 @@ template <class T, class Op> struct Backward {
         }
         if (gradient.d_slopes) ((Real *)gradient.d_slopes)[head * gradient.chunks + block.chunk] += slope;
         if constexpr (PAIRS) round(block, even, whole, used);
-        const Element *outs = out_rows + head * value_panels * rows * PANEL,
-                      *queries = q_rows + head * key_panels * rows * PANEL;
+        const Element *outs = out_rows + local * value_panels * rows * PANEL,
+                      *queries = q_rows + local * key_panels * rows * PANEL;
         for (int64_t a = 0; a < value_panels; a++)
             multiply<Op, true, false>((int)block.count, smaller<int64_t>(PANEL, problem.w - a * PANEL), block.weights,
                                       QUERIES, outs + (a * rows + first) * PANEL, block.dv + a * PANEL,
@@ -240,7 +251,7 @@ template <class T, class Op> struct Backward {
             multiply<Op, true, false>((int)block.count, smaller<int64_t>(PANEL, problem.d - a * PANEL), block.d_scores,
                                       QUERIES, queries + (a * rows + first) * PANEL, block.dk + a * PANEL,
                                       key_panels * PANEL, used, block.unused);
-        Real *to = dq + (head * chunks + block.chunk) * lines * rows + first;
+        Real *to = dq + (local * chunks + block.chunk) * lines * rows + first;
         for (int64_t c = 0; c < count; c += PANEL)
             multiply<Op, true, false, QUERIES>((int)problem.d, smaller<int64_t>(PANEL, count - c), block.key_columns,
                                                KEYS, block.d_score_pairs + c * Op::PAIR, to + c, rows, even,
@@ -296,7 +307,7 @@ template <class T, class Op> struct Backward {
     void write_queries(int64_t head, int64_t panel) const {
         int64_t first = panel * PANEL, count = smaller<int64_t>(PANEL, problem.t - first), rows = panels * PANEL;
         T *to = (T *)gradient.dq + (head * problem.t + first) * problem.d;
-        const Real *from = dq + head * chunks * lines * rows + first;
+        const Real *from = dq + (head - first_head) * chunks * lines * rows + first;
         for (int64_t x = 0; x < problem.d; x += LANES) {
             int64_t some = smaller<int64_t>(LANES, problem.d - x);
             for (int64_t n = 0; n < count; n += LANES) {
@@ -309,8 +320,7 @@ template <class T, class Op> struct Backward {
                 }
                 transpose(block);
                 for (int64_t m = 0; m < smaller<int64_t>(LANES, count - n); m++)
-                    for (int64_t c = 0; c < some; c++)
-                        narrow((Real)problem.scale * block[m][c], to[(n + m) * problem.d + x + c]);
+                    narrow((Real)problem.scale * block[m], to + (n + m) * problem.d + x, some);
             }
         }
     }
@@ -326,7 +336,7 @@ template <class T, class Op> struct Backward {
     void compute_chunk(int64_t head, int64_t chunk) {
         int64_t size = lines * panels * PANEL, queries = problem.h / problem.g;
         for (int64_t h = head * queries; h < (head + 1) * queries; h++)
-            memset(dq + (h * chunks + chunk) * size, 0, sizeof(Real) * size);
+            memset(dq + ((h - first_head) * chunks + chunk) * size, 0, sizeof(Real) * size);
         for (int64_t index = chunk; index < blocks; index += chunks) {
             Block block = block_of(head / problem.g, head % problem.g, chunk, index);
             read_keys(block);
@@ -335,15 +345,52 @@ template <class T, class Op> struct Backward {
         }
     }
 
+    // Operations of the products of a head of keys.
+    double operations() const {
+        return 5. * (problem.h / problem.g) * problem.t * problem.s * (problem.d + problem.w);
+    }
+
     // Calls f(n) for every n < count, on threads.
     template <class F> void run_all(int64_t count, F f) {
-        double operations = 5. * problem.b * problem.h * problem.t * problem.s * (problem.d + problem.w);
         next = 0;
-        run_on<Op>(threads_for(problem, operations), [&] { take_each(next, count, f); });
+        run_on<Op>(threads_for(problem, problem.b * problem.g * operations()), [&] { take_each(next, count, f); });
+    }
+
+    // Returns true if each thread should pack and compute whole heads of keys. This is faster if heads are small, so that they
+    // stay in the thread's caches, and if all threads get about the same number of heads.
+    bool threads_own_heads(int64_t threads) const {
+        int64_t heads = problem.b * problem.g, numbers = depth + value_depth + (key_panels + value_panels) * PANEL,
+                rows = problem.h / problem.g * panels * PANEL;
+        return !gradient.shared && operations() < 1e8 && rows * (numbers + chunks * lines) < OWN_NUMBERS &&
+               (chunks == 1 || heads % threads == 0 || heads >= 4 * threads);
+    }
+
+    void own_heads(int64_t threads) {
+        run_on<Op>(threads, [&] {
+            Backward own = *this;
+            int64_t queries = problem.h / problem.g;
+            own.reserve(queries);
+            take_each(next, problem.b * problem.g, [&](int64_t n) {
+                own.first_head = n * queries;
+                for (int64_t m = 0; m < queries * panels; m++) own.pack(n * queries + m / panels, m % panels);
+                for (int64_t m = 0; m < chunks && !own.has_nonfinite; m++) own.compute_chunk(n, m);
+                for (int64_t m = 0; m < queries * panels && !own.has_nonfinite; m++)
+                    own.write_queries(n * queries + m / panels, m % panels);
+            });
+            if (own.has_nonfinite) __atomic_store_n(&has_nonfinite, true, __ATOMIC_RELAXED);
+            release_storage();
+        });
     }
 
     int run() {
-        int64_t count = problem.b * problem.h * panels, heads = gradient.shared ? 1 : problem.b * problem.g;
+        int64_t heads = problem.b * problem.g, threads = threads_for(problem, heads * operations(), heads * chunks);
+        if (threads_own_heads(threads)) {
+            own_heads(threads);
+            return has_nonfinite ? 2 : 0;
+        }
+        reserve(problem.b * problem.h);
+        int64_t count = problem.b * problem.h * panels;
+        heads = gradient.shared ? 1 : heads;
         run_all(count, [&](int64_t n) { pack(n / panels, n % panels); });
         if (!has_nonfinite) run_all(heads * chunks, [&](int64_t n) { compute_chunks(n); });
         if (!has_nonfinite) run_all(count, [&](int64_t n) { write_queries(n / panels, n % panels); });

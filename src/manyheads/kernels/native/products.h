@@ -407,18 +407,18 @@ static void multiply(int rows, int64_t columns, const typename Op::Element *a, i
 
 // Packs rows of d numbers as the columns of a panel [depth, PANEL], with zeros up to a whole vector. In float32 they are
 // multiplied by a factor. squares [PANEL]: where the squared norm of each row is written, or null.
-template <class Op, class T>
-static void pack_columns(typename Op::Element *to, const T *rows, const int64_t stride[2], int64_t count, int64_t d,
-                         Real factor = 1, Real *squares = nullptr) {
+template <class Op, bool SQUARES, class T>
+INLINE void pack_columns(typename Op::Element *to, const T *rows, const int64_t stride[2], int64_t count, int64_t d,
+                         Real factor, Real *squares) {
     int64_t units = round_up(d, Op::DEPTH_MULTIPLE) / Op::PAIR;
     for (int64_t j = 0; j < count; j += LANES) {
-        Vector square[LANES];
-        for (int64_t n = 0; n < LANES; n++) square[n] = Vector{};
+        Vector square[SQUARES ? LANES : 1];
+        for (int64_t n = 0; SQUARES && n < LANES; n++) square[n] = Vector{};
         for (int64_t x = 0; x < units; x += LANES) {
             Vector block[LANES];
             for (int64_t n = 0; n < LANES; n++) {
                 block[n] = j + n < count ? Op::units(rows + (j + n) * stride[0], stride[1], x, d) : Vector{};
-                square[n] = Op::add(square[n], block[n], block[n]);
+                if constexpr (SQUARES) square[n] = Op::add(square[n], block[n], block[n]);
             }
             if (Op::PAIR == 1 && factor != (Real)1)
                 for (int n = 0; n < LANES; n++) block[n] *= factor;
@@ -426,8 +426,15 @@ static void pack_columns(typename Op::Element *to, const T *rows, const int64_t 
             for (int64_t n = 0; n < smaller<int64_t>(LANES, units - x); n++)
                 store((Real *)to + (x + n) * PANEL + j, block[n]);
         }
-        if (squares) store(squares + j, sums(square));
+        if constexpr (SQUARES) store(squares + j, sums(square));
     }
+}
+
+template <class Op, class T>
+static void pack_columns(typename Op::Element *to, const T *rows, const int64_t stride[2], int64_t count, int64_t d,
+                         Real factor = 1, Real *squares = nullptr) {
+    squares ? pack_columns<Op, true>(to, rows, stride, count, d, factor, squares)
+            : pack_columns<Op, false>(to, rows, stride, count, d, factor, squares);
 }
 
 // Packs a query for the left side of a product, times a factor that doesn't round; zeros beyond its end.
@@ -435,6 +442,13 @@ template <class Op, class T>
 INLINE void pack_query(typename Op::Element *to, const T *row, int64_t step, int64_t d, Real factor) {
     each(d, step, [&](int64_t x, int64_t at) { to[x] = Op::pack(factor * widen(row[at])); });
     for (int64_t x = d; x < round_up(d, Op::DEPTH_MULTIPLE); x++) to[x] = typename Op::Element{};
+}
+
+// Returns the dot product of two rows of n numbers.
+template <class A, class B> INLINE Real dot(const A *a, int64_t a_step, const B *b, int64_t b_step, int64_t n) {
+    Vector products = {};
+    for (int64_t x = 0; x < n; x += LANES) products += Single::units(a, a_step, x, n) * Single::units(b, b_step, x, n);
+    return sum(products);
 }
 
 // Returns the squared norm of a packed query.
@@ -577,10 +591,11 @@ template <class Op, class F> INLINE void run_on(int64_t threads, F work) {
         &work);
 }
 
-// Returns the number of threads to use for this number of operations. For few, waking threads takes longer than it saves.
+// Returns the number of threads to use for this number of operations, in this many pieces. For few operations, waking threads
+// takes longer than it saves.
 constexpr double WORTH_A_THREAD = 3e5;  // about 10 µs
-INLINE int64_t threads_for(const Problem &problem, double operations) {
-    return operations < WORTH_A_THREAD * problem.threads ? 1 : problem.threads;
+INLINE int64_t threads_for(const Problem &problem, double operations, int64_t pieces = INT64_MAX) {
+    return operations < WORTH_A_THREAD * problem.threads ? 1 : smaller(problem.threads, pieces);
 }
 
 // Calls f(n) for every n < count that no other thread has taken.
