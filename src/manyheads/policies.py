@@ -188,7 +188,7 @@ def group_votes(cache: Cache, last: int | None = None) -> Tensor:
 def _most_voted(votes: Tensor, budget: int, recent: int) -> Tensor:
     """Return the last keys, and as many of those with the largest votes as the budget allows, `[b, g, n]`."""
     s = votes.shape[2]
-    votes = votes.clone()
+    votes = votes.nan_to_num(nan=0.0)  # a copy; topk would take NaN for the largest
     votes[..., max(s - recent, 0) :] = torch.inf
     return votes.topk(min(budget, s)).indices
 

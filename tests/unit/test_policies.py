@@ -77,6 +77,16 @@ def test_policies_are_used_again_and_again() -> None:
         assert cache.positions[0, 0, -1] == 29
 
 
+def test_keys_with_votes_of_nan_do_not_displace_recent_keys() -> None:
+    layer, x = mh.MultiHeadAttention(16, 4), torch.randn(1, 8, 16)
+    x[0, 2] = torch.nan
+    for policy in (H2O(4), SnapKV(4)):
+        cache = mh.Cache(votes=policy.votes)
+        with torch.no_grad():
+            layer(x, cache=cache)
+        assert cache.keep(policy)[0, :, -2:].tolist() == [[6, 7]] * 4
+
+
 def test_invalid_policies_raise() -> None:
     cache, _ = filled(votes=4)
     for ask, kind, words in [
