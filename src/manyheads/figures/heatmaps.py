@@ -469,7 +469,8 @@ def _join_pieces(axis: XAxis | YAxis, tokens: Labels | None, ticks: Ticks) -> No
         return
     axes, place = axis.axes, -TICK_LENGTH / 72  # inches from the edge of the panel
     is_x = isinstance(axis, XAxis)
-    shift = ScaledTranslation(*((0, place) if is_x else (place, 0)), axes.figure.dpi_scale_trans)
+    right, up = (0.0, place) if is_x else (place, 0.0)
+    shift = ScaledTranslation(right, up, axes.figure.dpi_scale_trans)
     edge = axes.get_xaxis_transform() if is_x else axes.get_yaxis_transform()
     words = dict.fromkeys(tokens.words)
     spans = [[(word[0], 0.0), (word[-1], 0.0)] for word in words if len(word) > 1]

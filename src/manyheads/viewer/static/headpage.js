@@ -101,6 +101,7 @@ class HeadPage {
   layOut() {
     const width = this.root.clientWidth, { length } = this.panes, isNarrow = width < 760;
     this.root.classList.toggle("narrow", isNarrow);
+    this.root.classList.toggle("compared", length > 1);
     this.alignHeads(isNarrow);
     this.side.hidden = !this.panels.length || (this.app.drawer.shown !== null && !isNarrow && width < BOTH); // the drawer takes its place
     for (const pane of this.panes) {

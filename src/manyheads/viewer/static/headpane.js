@@ -543,10 +543,9 @@ class HeadPane {
       more.push(` · key receives ${format(this.marginals.received[keys[0]], 4)}`);
       more.push(` · query's entropy ${format(this.marginals.entropy[queries[0]], 4)} nats`);
     }
-    this.reading.replaceChildren(
+    this.reading.replaceChildren(make("span", {},
       `${what} `, make("b", { class: "value" }, write(weight, "masked")), `${both} · query `, make("b", {}, this.nameQuery(...queries)),
-      " → key ", make("b", {}, this.nameKey(...keys)), ...more,
-    );
+      " → key ", make("b", {}, this.nameKey(...keys))), ...more.map((text) => make("span", {}, text)));
     this.reading.title = this.reading.textContent;
     const shown = weight === undefined ? "" : String(weight);
     Object.assign(this.reading.dataset, { query: queries[0], key: keys[0], weight: shown, exact: isExact });
