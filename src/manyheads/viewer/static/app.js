@@ -211,6 +211,7 @@ class App {
     const names = shown.map((run) => [make("strong", { title: info.runs[run].title }, info.runs[run].title), excerpt(run)]);
     const [run] = shown.map((n) => info.runs[n]);
     const facts = shown.length > 1 ? [plural(shown.length, "run")] : [describeSize(run), describeHeads(run)];
+    this.subject.classList.toggle("several", shown.length > 1);
     this.subject.replaceChildren(...names.flat(), ...facts.map((text) => make("span", { class: "muted" }, text)));
   }
 
