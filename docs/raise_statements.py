@@ -22,6 +22,8 @@ INTERNAL = {
     ("viewer.api", "LookupError"): "responses to addresses that the viewer's page never requests",
     ("viewer.pyramid", "IndexError"): "responses to addresses that the viewer's page never requests",
     ("viewer.server", "HTTPException"): "a response to an address that the viewer's page never requests",
+    ("acceleration", "TypeError"): "caught: PyTorch computes the call, or raises its own error",
+    ("acceleration", "ValueError"): "caught: PyTorch computes the call, or raises its own error",
     ("kernels", "AssertionError"): "can't happen: the reference kernel supports every problem",
     ("observe.summaries", "AttributeError"): "Python's protocol for missing attributes",
     ("", "AttributeError"): "Python's protocol for missing attributes",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -282,9 +283,10 @@ def _find(
 class _Plan(Plan):
     """A plan whose output has the strides of PyTorch's."""
 
-    def new_out(self, q: Tensor) -> Tensor:
-        """Return an empty output `[b, h, t, w]`."""
-        return _new_out(q, self.shape.w)
+    @staticmethod
+    def output_allocator(q: Tensor, sizes: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+        """Return a function that allocates an output `[b, h, t, w]`, given q."""
+        return partial(_new_out, w=sizes[-1])
 
 
 def _new_out(q: Tensor, w: int) -> Tensor:

@@ -229,24 +229,31 @@ def _check(call: Call) -> None:
     _check_names(call)
     for name in _options_of_eager(type(call.module).__module__):
         if options.get(name) is not None:
-            raise call.error(f"its model's own kernel reads {name}, which isn't supported. {_EAGER}")
+            raise _reject(call, f"its model's own kernel reads {name}, which isn't supported", _EAGER)
     if getattr(call.module, "sinks", None) is not None and options.get("s_aux") is None:
-        raise call.error(f"it has sinks, and didn't pass them as s_aux. {_EAGER}")
+        raise _reject(call, "it has sinks, and didn't pass them as s_aux", _EAGER)
     scaling, window = options["scaling"], options["sliding_window"]
     if isinstance(scaling, Tensor) and scaling.requires_grad and torch.is_grad_enabled():
-        raise call.error(f"its scaling is a learned tensor, whose gradient isn't supported. {_EAGER}")
+        raise _reject(call, "its scaling is a learned tensor, whose gradient isn't supported", _EAGER)
     if call.mask is None and window is not None and call.key.shape[2] > window and call.query.shape[2] > 1:
-        raise call.error(
-            f"its window is {window}, and it got {call.key.shape[2]} keys without a mask. Make a mask with "
-            "transformers.masking_utils.create_sliding_window_causal_mask"
+        raise _reject(
+            call,
+            f"its window is {window}, and it got {call.key.shape[2]} keys without a mask",
+            "Make a mask with transformers.masking_utils.create_sliding_window_causal_mask",
         )
+
+
+def _reject(call: Call, reason: str, fix: str) -> ValueError:
+    """Return the error for a call with something that isn't supported."""
+    name = type(call.module).__name__
+    return ValueError(f"The attention of {name} can't run on manyheads: {reason}. {fix}.")
 
 
 def _check_names(call: Call) -> None:
     """Raise ValueError for an argument that `attention` doesn't have."""
     for name, hint in UNSUPPORTED.items():
         if call.options.get(name) is not None:
-            raise call.error(f"{name} isn't supported. {hint}")
+            raise _reject(call, f"{name} isn't supported", hint)
 
 
 @cache
@@ -267,8 +274,8 @@ def _arguments_without_numbers(call: Call) -> tuple[tuple[Tensor, Tensor, Tensor
     """Return the arguments of `attention` while tracing, when the entries of a mask can't be read."""
     _check_names(call)
     if call.options.get("output_attentions"):
-        raise call.error(
-            "weights aren't returned while a graph is traced. Call the model without torch.compile"
+        raise _reject(
+            call, "weights aren't returned while a graph is traced", "Call the model without torch.compile"
         )
     query, key, value = call.query, call.key, call.value
     if query.shape[0] == 1 and key.shape[0] != 1:

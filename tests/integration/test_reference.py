@@ -21,6 +21,7 @@ DIRECTIVE = re.compile(r"^\.\. auto(\w+):: (manyheads[\w.]*)", re.M)
 MODULES = [
     *("manyheads", "manyheads.lm", "manyheads.viewer", "manyheads.checker", "manyheads.figures"),
     *("manyheads.measures", "manyheads.observe"),
+    *("manyheads.bridges", "manyheads.hf", "manyheads.onnx", "manyheads.policies"),
     *(f"manyheads.classic.{path.stem}" for path in (SOURCE / "classic").glob("[a-z]*.py")),
 ]
 INTERNAL = {"manyheads.classic.common"}  # shared by the four presentations
@@ -117,7 +118,7 @@ AGAIN = re.compile(
     r": raise (error|raised|reasons?)$"  # a caught error
     r"|raise (NotImplementedError|KeyboardInterrupt|TypeError|typer\.Exit)$"
     r"|raise (SystemExit|typer\.Exit|HTTPException)\("  # the end of a command or a response
-    r"|\(str\(error\)\)$|\(report\.summary\(\)\)$"  # the text of another error, or a report
+    r"|\(str\(error\)\)$|\(packed\)$|\(report\.summary\(\)\)$"  # the text of another error, or a report
     r"|OSError\(errno\.|IsADirectoryError\(errno\."  # caught by the next lines
     r"|: raise ValueError\(f'a |: raise ValueError\('a tree"  # data between processes
 )

@@ -350,10 +350,13 @@ def test_a_saved_recording_equals_the_reading(name: str, show: Any, folders: Fol
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("folder", "--save folder can't be written: Is a directory."),
-        ("file/run", "--save file/run can't be written: Not a directory."),
-        ("none/run", "--save none/run can't be written: No such file or directory."),
-        ("/proc/none/run", "--save /proc/none/run can't be written: No such file or directory."),
+        ("folder", "--save folder can't be written: Is a directory. Choose a different one."),
+        ("file/run", "--save file/run can't be written: Not a directory. Choose a different one."),
+        ("none/run", "--save none/run can't be written: No such file or directory. Choose a different one."),
+        (
+            "/proc/none/run",
+            "--save /proc/none/run can't be written: No such file or directory. Choose a different one.",
+        ),
     ],
 )
 def test_an_unwritable_file_raises_before_the_text_is_read(
@@ -389,7 +392,8 @@ def test_a_full_disk_leaves_the_old_run(show: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("os.fsync", full)
     code, out, err = show("on time", "--save", "run.safetensors")
     assert (code, out) == (2, "")
-    assert err == "manyheads: --save run.safetensors can't be written: No space left on device.\n"
+    why = "No space left on device. Choose a different path."
+    assert err == f"manyheads: --save run.safetensors can't be written: {why}\n"
     assert Path("run.safetensors").read_bytes() == before
     assert sorted(path.name for path in Path().iterdir()) == ["manyheads-out", "run.safetensors"]
 

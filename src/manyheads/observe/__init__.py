@@ -23,7 +23,7 @@ from manyheads.observe.recorder import Recorder
 from manyheads.observe.recording import NoSuchLayer, Recording, open_run
 from manyheads.observe.summaries import HEAD_SCORES, STANDARD, Reduced
 from manyheads.observe.table import Table
-from manyheads.observe.words import WordImages, WordMaps, read_keep
+from manyheads.observe.words import WordImages, read_keep
 from manyheads.shapes import DTYPES, kind, most_bytes, whole
 from manyheads.statistics import BY_NAME, make_reductions
 
@@ -33,7 +33,6 @@ __all__ = [
     "Reduced",
     "Table",
     "WordImages",
-    "WordMaps",
     "observe",
     "open_run",
     "record_attention",
@@ -94,7 +93,10 @@ def observe(
     words = read_keep(keep)
     statistics = None if keep == "maps" or words is not None else _check_statistics(keep)
     if words is not None and (device is not None or dtype is not None):
-        raise ValueError('device= and dtype= apply to maps, and keep="words" keeps none.')
+        raise ValueError(
+            'device= and dtype= apply to maps, and keep="words" keeps none. Leave them out, or use '
+            'keep="maps".'
+        )
     if statistics is not None and (device is not None or dtype is not None):
         raise ValueError(
             'device= and dtype= apply to maps, and keep="statistics" keeps none. '

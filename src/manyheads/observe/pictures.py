@@ -44,14 +44,16 @@ def rollout_image(
     if patches is not None and not isinstance(patches, Patches):
         raise TypeError(f"Expected patches to be Patches, got {kind(patches)}.")
     if not layers:
-        raise ValueError("Nothing was recorded, so there is no rollout.")
+        raise ValueError("Nothing was recorded, so there is no rollout. Run the model while it is observed.")
     located = {name: call.provenance.get("patches") for name, call in layers.items()}
     known = [name for name in layers if patches is not None or isinstance(located[name], list)]
     if not known:
         unpack(located[list(layers)[-1]])  # raises ValueError with the reason
     square = [name for name in known if layers[name].shape[2] == layers[name].shape[3]]
     if not square:
-        raise ValueError("No layer has as many queries as keys, so there is no rollout.")
+        raise ValueError(
+            "No layer has as many queries as keys, so there is no rollout. Observe a self-attention encoder."
+        )
     maps = [check_map(name, layers[name]) for name in square]
     last = square[-1]
     for name in square:
@@ -117,7 +119,8 @@ def resolve_query(
     for token in tokens:
         if not first <= token < first + t:
             raise IndexError(
-                f"There is no query of token {token}: the layer has queries {first} to {first + t - 1}."
+                f"There is no query of token {token}: the layer has queries {first} to {first + t - 1}. "
+                "Choose one of them."
             )
     return [token - first for token in tokens], name, patches.place(tokens[0]) if len(tokens) == 1 else None
 

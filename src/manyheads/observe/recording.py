@@ -217,7 +217,9 @@ class Recording(Mapping[Any, Any]):
                 )
             maps[name] = call
         if not maps:
-            raise ValueError("Nothing was recorded, so there is nothing to export.")
+            raise ValueError(
+                "Nothing was recorded, so there is nothing to export. Run the model while it is observed."
+            )
         shapes = {call.shape[1:]: name for name, call in maps.items()}
         if len(shapes) > 1:
             got = " and ".join(f"{list(shape)} ({name})" for shape, name in [*shapes.items()][:3])
@@ -286,7 +288,10 @@ class Recording(Mapping[Any, Any]):
             NoSuchLayer: If a layer had no cross-attention.
         """
         if self.words is None:
-            raise ValueError('word_images needs a recording of observe(model, keep="words").')
+            raise ValueError(
+                "Expected a recording of the words of a prompt, got one without them. Observe with "
+                'observe(model, keep="words").'
+            )
         recorded = self.words.sums
         if not recorded:
             raise ValueError(
@@ -375,7 +380,8 @@ class Recording(Mapping[Any, Any]):
             for head in numbers:
                 if head not in amap.heads:
                     raise ValueError(
-                        f"{name} has the heads {_brief(amap.heads)}, and heads= names head {head}."
+                        f"{name} has the heads {_brief(amap.heads)}, and heads= names head {head}. Name some "
+                        "of these."
                     )
             entry = self._batch_entry(batch, amap, name)
             maps.append(amap.only(entry, [amap.heads.index(head) for head in numbers]))
@@ -477,7 +483,8 @@ class Recording(Mapping[Any, Any]):
                 names = self._cross_layers()
                 if not 0 <= layer < len(names):
                     raise NoSuchLayer(
-                        f"There is no cross-attention layer {layer}: {len(names)} were recorded, from 0 on."
+                        f"There is no cross-attention layer {layer}: {len(names)} were recorded. Use 0 to "
+                        f"{len(names) - 1}."
                     )
                 name = names[layer]
             else:
@@ -527,13 +534,18 @@ class Recording(Mapping[Any, Any]):
         call = self[self._picture_layer() if layer is None else layer]
         located = unpack(call.provenance.get("patches"))
         if not -call.shape[0] <= whole(batch, "batch", least=-(1 << 60)) < call.shape[0]:
-            raise IndexError(f"There is no batch entry {batch}: the layer has {call.shape[0]} sequences.")
+            raise IndexError(
+                f"There is no batch entry {batch}: the layer has {call.shape[0]} sequences. Use 0 to "
+                f"{call.shape[0] - 1}."
+            )
         return select(located, batch, picture)
 
     def _picture_layer(self) -> str:
         """Return the last layer whose patches are known, or the last layer if there is no such layer."""
         if not self._calls:
-            raise ValueError("Nothing was recorded, so there are no patches.")
+            raise ValueError(
+                "Nothing was recorded, so there are no patches. Run the model while it is observed."
+            )
         known = [name for name in self if isinstance(self[name].provenance.get("patches"), list)]
         return (known or list(self))[-1]
 

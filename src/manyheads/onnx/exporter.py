@@ -239,12 +239,12 @@ def _own_errors() -> Iterator[None]:
     try:
         yield
     except torch.onnx.OnnxExporterError as error:
-        cause: BaseException | None = error
-        while cause is not None:
-            frames = [frame for frame, _ in walk_tb(cause.__traceback__)]
-            if isinstance(cause, TypeError | ValueError) and _is_ours(frames[-1].f_globals["__name__"]):
-                raise cause from None
-            cause = cause.__cause__
+        raised: BaseException | None = error
+        while raised is not None:
+            frames = [frame for frame, _ in walk_tb(raised.__traceback__)]
+            if isinstance(raised, TypeError | ValueError) and _is_ours(frames[-1].f_globals["__name__"]):
+                raise raised from None
+            raised = raised.__cause__
         raise
 
 

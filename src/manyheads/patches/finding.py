@@ -143,7 +143,8 @@ def _locate(model: nn.Module, inputs: Inputs, towers: bool) -> Located | None:
     if family == "timm_wrapper":
         return [[_timm_patches(model.timm_model, inputs)]] if hasattr(model, "timm_model") else None
     if family in WITHOUT_GRID:
-        raise ValueError(f"{_name(model)}: {WITHOUT_GRID[family]} {GIVE}")
+        reason = WITHOUT_GRID[family].removesuffix(".")
+        raise ValueError(f"The patches of {_name(model)} aren't known: {reason}. {GIVE}")
     if family in BLOCKS or family == "pixtral":
         return [[_only_patches(model, config, inputs)]]
     if family == "siglip2_vision_model":
@@ -262,7 +263,10 @@ def _whole_grid(
     grid: tuple[int, int], special: tuple[str, ...], picture: Sequence[int], patch: Sequence[int]
 ) -> Patches:
     if min(grid) < 1:
-        raise ValueError(f"A picture of {list(picture)} pixels has no patch of {list(patch)}.")
+        raise ValueError(
+            f"Expected a picture of at least one patch of {list(patch)} pixels, got {list(picture)}. "
+            "Resize it."
+        )
     return Patches(grid, len(special), special=special)
 
 

@@ -106,7 +106,8 @@ class Patches:
         for name, n, size in (("row", row, rows), ("col", col, cols)):
             if not -size <= whole(n, name, least=-(1 << 60)) < size:
                 raise IndexError(
-                    f"There is no patch ({row}, {col}): the picture has {rows} × {cols} patches."
+                    f"There is no patch ({row}, {col}): the picture has {rows} × {cols} patches. Use rows "
+                    f"0 to {rows - 1} and columns 0 to {cols - 1}."
                 )
         return int(self.keys[row % rows * cols + col % cols])
 
@@ -171,18 +172,24 @@ def unpack(packed: Any) -> Located:
     try:
         return [[Patches(**fields) for fields in pictures] for pictures in packed]
     except (TypeError, ValueError) as error:
-        raise ValueError(f"The recorded patches can't be read: {error}") from None
+        raise ValueError(f"The recorded patches can't be read: {error}. {GIVE}") from None
 
 
 def select(located: Located, batch: int, picture: int) -> Patches:
     """Return the patches of a picture; raise IndexError if there is none of this number."""
     if not located:
-        raise IndexError("There is no picture: the batch has no sequences.")
+        raise IndexError("There is no picture: the batch has no sequences. Run the model on a picture.")
     if len(located) > 1 and not -len(located) <= whole(batch, "batch", least=-(1 << 60)) < len(located):
-        raise IndexError(f"There is no batch entry {batch}: the model read {len(located)} sequences.")
+        raise IndexError(
+            f"There is no batch entry {batch}: the model read {len(located)} sequences. Use 0 to "
+            f"{len(located) - 1}."
+        )
     pictures = located[batch if len(located) > 1 else 0]
     if not -len(pictures) <= whole(picture, "picture", least=-(1 << 60)) < len(pictures):
-        raise IndexError(f"There is no picture {picture}: sequence {batch} has {len(pictures)} pictures.")
+        raise IndexError(
+            f"There is no picture {picture}: sequence {batch} has {len(pictures)} pictures. Use a smaller "
+            "number."
+        )
     return pictures[picture]
 
 

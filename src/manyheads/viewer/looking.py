@@ -43,7 +43,9 @@ def encode_picture(picture: Any) -> str:
         except (OSError, SyntaxError, ValueError) as error:  # PIL raises SyntaxError for a damaged file
             if isinstance(error, OSError) and error.errno is not None:
                 raise
-            raise ValueError(f"{fspath(picture)} isn't a picture that can be read: {error}.") from None
+            raise ValueError(
+                f"{fspath(picture)} isn't a picture that can be read: {error}. Choose a PNG or JPEG file."
+            ) from None
     pixels = torch.from_numpy(overlays.read_picture(picture)).permute(2, 0, 1)  # [3, h, w]
     if max(pixels.shape) > LONGEST:
         scale = LONGEST / max(pixels.shape)

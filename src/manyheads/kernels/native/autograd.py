@@ -76,7 +76,7 @@ class Plan:
         b, h, g, t, n_keys, d, w = shape
         self.rows = (b, h, t)  # the shape of the log-sum-exp
         # Functions that allocate the output and the gradients of q, k and v.
-        self.new_out = _allocator(q, (b, h, t, w))
+        self.new_out = self.output_allocator(q, (b, h, t, w))
         self.new_dq = _allocator(q, (b, h, t, d))
         self.new_dk = _allocator(problem.k, (b, g, n_keys, d))
         self.new_dv = _allocator(problem.v, (b, g, n_keys, w))
@@ -106,6 +106,11 @@ class Plan:
         gradient = library.GRADIENT.pack(*[0] * 17, max(CHUNKS // (shape.b * shape.g), 1))
         self.fill_gradient = struct.Struct(f"=Q4qQ3Q{len(gradient) - 72}s").pack
         self.rest_of_gradient = gradient[72:]
+
+    @staticmethod
+    def output_allocator(q: Tensor, sizes: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+        """Return a function that allocates an output of these sizes, given q."""
+        return _allocator(q, sizes)
 
     def problem(self, q: Tensor, k: Tensor, v: Tensor, n: Tensor | None) -> Problem:
         """Return the problem of this layout with these tensors, without any check."""

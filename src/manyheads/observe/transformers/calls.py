@@ -136,7 +136,10 @@ class Call:
         """Return the error for a call with something that isn't supported."""
         name = type(self.module).__name__
         if self.kernel.name == "manyheads":
-            return ValueError(f"The attention of {name} can't run on manyheads: {reason}.")
+            return ValueError(
+                f"The attention of {name} can't run on manyheads: {reason}. "
+                'Load the model with attn_implementation="eager".'
+            )
         return ValueError(
             f"The attention of {name} can't be observed: {reason}. "
             'Load the model with attn_implementation="sdpa".'
