@@ -229,6 +229,8 @@ def _describe(query: Tensor, key: Tensor, *_: Any, **__: Any) -> str:
     with torch._C.DisableTorchFunction():  # which a caller's TorchFunctionMode would see
         if query.is_nested:
             return "nested tensors"
+        if torch.jit.is_tracing():  # sizes are tensors then, and PyTorch warns if their numbers are read
+            return f"a traced call, {str(query.dtype).removeprefix('torch.')}"
         return f"q {sizes(query)}, k {sizes(key)}, {str(query.dtype).removeprefix('torch.')}"
 
 
