@@ -168,6 +168,8 @@ class Acceleration:
 def accelerate() -> Acceleration:
     """Compute PyTorch's scaled_dot_product_attention by the native kernel on the CPU, where it is faster.
 
+    For example::
+
         with manyheads.accelerate() as report:
             model(inputs)
         print(report)

@@ -263,6 +263,8 @@ class Recording(Mapping[Any, Any]):
     ) -> WordImages:
         """Return where in a generated picture each word of the prompt was used, observed with keep="words".
 
+        For example::
+
             with manyheads.observe(pipe.unet, keep="words") as recording:
                 picture = pipe(prompt).images[0]
             images, words = recording.word_images(TokenizedText.from_encoding(prompt, encoding), batch=-1)
@@ -280,7 +282,7 @@ class Recording(Mapping[Any, Any]):
             interpolation: "bilinear", "bicubic" or "nearest".
 
         Returns:
-            (images, words): the images `[n, rows, cols]`, and the n words.
+            The images `[n, rows, cols]` and the n words, as a named tuple `images, words`.
 
         Raises:
             TypeError: If an argument has the wrong type.
