@@ -245,9 +245,6 @@ def show(
       # Compare two recordings
       manyheads view run.safetensors other.safetensors
 
-      # Show what a query attends to in the picture that a vision transformer read
-      manyheads view run.safetensors --picture cat.png
-
       # Write one head to a page that opens without manyheads
       manyheads view run.safetensors --export page.html --layer 2 --head 5
     """,

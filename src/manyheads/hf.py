@@ -34,7 +34,13 @@ from manyheads.kernels import reference
 from manyheads.masks import Causal, Keep
 from manyheads.observe import intercept
 from manyheads.observe.transformers import OLDEST
-from manyheads.observe.transformers.calls import SUPPORTED, Call, Kernel, is_causal_by_default
+from manyheads.observe.transformers.calls import (
+    SUPPORTED,
+    Call,
+    Kernel,
+    is_causal_by_default,
+    supports_sdpa,
+)
 from manyheads.observe.transformers.masks import Origin, lazy_mask, remember_origins
 from manyheads.problem import Problem
 from manyheads.scores import disable_autocast
@@ -92,6 +98,7 @@ def register(name: str = NAME, *, kernel: str = "auto") -> None:
             f"Expected a name without {', '.join(words)}, which have a meaning in transformers, got "
             f'{name!r}. Use "{NAME}".'
         )
+    torch.compiler.assume_constant_result(supports_sdpa)  # it marks the function
     AttentionInterface.register(name, _attention_function(kernels.check(kernel)))
     AttentionMaskInterface.register(name, make_mask)
 

@@ -283,13 +283,12 @@ def is_causal_by_default(module: nn.Module, kernel: str = "manyheads") -> bool:
     Our kernel then computes what the model's default kernel does: `sdpa` is causal unless the module says
     that it isn't, and a model that doesn't support `sdpa` has an eager kernel, which masks nothing.
     """
-    if kernel == "manyheads" and not _supports_sdpa(type(module)):
+    if kernel == "manyheads" and not supports_sdpa(type(module)):
         return False
     return bool(getattr(module, "is_causal", True))
 
 
-@torch.compiler.assume_constant_result
-def _supports_sdpa(kind_of_module: type) -> bool:
+def supports_sdpa(kind_of_module: type) -> bool:
     """Return True if a model that is defined beside this kind of module supports `sdpa`."""
     return _find_sdpa(kind_of_module)
 
@@ -300,7 +299,7 @@ def _find_sdpa(kind_of_module: type) -> bool:
     for base in kind_of_module.__mro__:
         home = sys.modules.get(base.__module__)
         names = {} if home is None else dict(vars(home))
-        flags = [each._supports_sdpa for each in names.values() if hasattr(each, "_supports_sdpa")]
+        flags = [each.supports_sdpa for each in names.values() if hasattr(each, "supports_sdpa")]
         if flags:
             return any(flags)
     return False

@@ -1,6 +1,6 @@
 """Time whole models with and without `manyheads.accelerate`, and on `attn_implementation="manyheads"`.
 
-    python benchmarks/accelerate.py --length 2048 [--dtype bfloat16] [--rounds 5]
+    python benchmarks/whole_models.py --length 2048 [--dtype bfloat16] [--rounds 5]
 
 A Llama (4 layers of 12 heads of 64, tokens per forward: --length), a ViT (base: 12 layers of 12 heads of 64,
 4 pictures of 197 patches) and a Whisper encoder (base: 6 layers of 8 heads of 64, 1500 frames), with random
@@ -12,19 +12,14 @@ affects less.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
 import manyheads
-
-# transformers looks for a package `accelerate`, and would find this file in the folder of the script.
-sys.path = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).parent.resolve()]
 
 
 def llama(length: int) -> tuple[Any, dict[str, Any], int]:
