@@ -299,7 +299,7 @@ def _find_sdpa(kind_of_module: type) -> bool:
     for base in kind_of_module.__mro__:
         home = sys.modules.get(base.__module__)
         names = {} if home is None else dict(vars(home))
-        flags = [each.supports_sdpa for each in names.values() if hasattr(each, "supports_sdpa")]
+        flags = [each._supports_sdpa for each in names.values() if hasattr(each, "_supports_sdpa")]
         if flags:
             return any(flags)
     return False
