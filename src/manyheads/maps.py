@@ -312,7 +312,8 @@ class AttentionMap:
             _resolve(index, size, axis)
             for index, size, axis in zip(_expand(index), self.shape, AXES, strict=True)
         ]
-        self._check_fits([_length(n, size) for n, size in zip(indices, self.shape, strict=True)])
+        if not (torch.compiler.is_compiling() or torch.compiler.is_exporting()):  # sizes may be symbols
+            self._check_fits([_length(n, size) for n, size in zip(indices, self.shape, strict=True)])
         b, h, rows, cols = (slice(n, n + 1) if isinstance(n, int) else n for n in indices)
         lse = self.lse[:, :, rows][b][:, h]  # [b, h, r]
         score = kernels.tile(self.problem, rows, cols, b, h)
@@ -321,8 +322,6 @@ class AttentionMap:
 
     def _check_fits(self, lengths: list[int]) -> None:
         """Raise MemoryError if a tile of this shape is larger than the memory."""
-        if torch.compiler.is_compiling():
-            return
         size, memory = math.prod(lengths) * self.problem.dtype.itemsize, memory_size(self.problem.q.device)
         if memory is not None and size > memory:
             raise MemoryError(

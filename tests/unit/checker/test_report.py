@@ -342,7 +342,7 @@ def test_a_failing_test_is_short(tmp_path: Path) -> None:
     assert "failed: Attention as self (guessed): unscaled" in mine
     assert "To fix it: divide the scores" in mine
     assert len(mine.splitlines()) <= 25, mine
-    assert "the parameters are q.weight" in unclear
+    assert "to name parameters (q.weight" in unclear
     assert len(unclear.splitlines()) <= 25, unclear
     assert "site-packages" not in done.stdout + done.stderr
     assert "checker/" not in unclear.partition("short test summary")[0].replace("checker/__init__.py", "", 1)
