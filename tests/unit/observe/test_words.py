@@ -184,7 +184,7 @@ def test_wrong_arguments_and_other_recordings() -> None:
     model, pictures, text = steps(b=2, count=1)
     with torch.no_grad(), observe(model) as maps, observe(model, keep="words") as recording:
         model(pictures[0], text)
-    with raises(ValueError, 'Expected a recording of the words(model, keep="words").'):
+    with raises(ValueError, 'Observe with observe(model, keep="words").'):
         maps.word_images()
     with raises(ValueError, "batch=-1 is the prompt of a single picture"):
         recording.word_images()
