@@ -4,8 +4,8 @@ This is not a sandbox: the candidate has the user's files, network and permissio
 
 - The process is new, with empty standard input and a temporary working folder, and ends with the checker.
 - Each request has a time limit.
-- A memory limit applies to the resident memory of its process tree (measured every 50 ms), and on Linux to
-  its address space. The process can't use GPUs, because neither limit applies to their memory.
+- A memory limit applies to the resident memory of its process tree (measured every 50 ms; searching all
+  processes of the system for new members takes at most 5 % of the time), and on Linux to its address space. The process can't use GPUs, because neither limit applies to their memory.
 - Its answers are data that are validated as they are read, so that no print, exit or patched function of the
   candidate can change a verdict.
 """
@@ -38,6 +38,7 @@ from manyheads.shapes import amount
 from manyheads.trees import fits
 
 POLL = 0.05  # seconds between two checks of the limits
+SEARCH = 20  # a search for its descendants is followed by a pause of this many times its duration
 START = 120.0  # seconds in which Python and torch are loaded, before the candidate's time limit applies
 TAIL = 4000  # characters of its output to report
 OUTPUT_LIMIT = 64 * 2**20  # approximate size in bytes at which the file of its output is emptied
@@ -62,7 +63,8 @@ class CandidateProcess(contextlib.AbstractContextManager["CandidateProcess"]):
             raise CodeError("import", f"{reason}. Import the object, and check it in this process.")
         self.target, self.timeout, self.memory = target, timeout, memory
         self._count = 0
-        self._next_check = 0.0
+        self._next_check = self._next_search = 0.0
+        self._tree: list[psutil.Process] = []
         token = uuid.uuid4().hex
         folder = Path(tempfile.mkdtemp(prefix="manyheads-"))
         self._output = folder / "output"
@@ -202,8 +204,12 @@ class CandidateProcess(contextlib.AbstractContextManager["CandidateProcess"]):
             advice = "It may have an endless loop; if not, raise the time limit."
             message = f"{subject} didn't end within {self._limit:g} s. {advice}"
             raise ProcessEnded("timeout", message, self._tail())
+        if now >= self._next_search:
+            self._tree = process_tree(self._process.pid)
+            end = time.monotonic()
+            self._next_search = end + SEARCH * (end - now)
         used = 0
-        for process in process_tree(self._process.pid):
+        for process in self._tree:
             with contextlib.suppress(psutil.Error):
                 used += process.memory_info().rss
         if used > self.memory:
