@@ -97,7 +97,9 @@ def group_parameters(command: Any, ctx: Any) -> Groups:
         title = getattr(parameter, "rich_help_panel", None) or default
         groups.setdefault(title, []).append((name_of(parameter), describe(parameter)))
     is_grouped = len(groups) > 2
-    groups.setdefault("Help" if is_grouped else "Options", []).append((name_of(shown_last), describe(shown_last)))
+    groups.setdefault("Help" if is_grouped else "Options", []).append(
+        (name_of(shown_last), describe(shown_last))
+    )
     return {title: rows for title, rows in groups.items() if rows}
 
 

@@ -7,6 +7,8 @@ finds something once more.
 from __future__ import annotations
 
 import csv
+import doctest
+import io
 import json
 import os
 import re
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import tomllib
 import urllib.request
+from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -72,10 +75,21 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def execute(page: Path) -> dict:
-    """Run a page's Python blocks one after the other, and return the names that they define."""
+    """Run a page's Python blocks one after the other, and return the names that they define.
+
+    If the next block is text, it is what the block prints; `...` stands for anything.
+    """
     names: dict = {}
-    for block in blocks(page):
-        exec(compile(block, page.name, "exec"), names)
+    text = page.read_text(encoding="utf-8")
+    shown = re.findall(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", text, re.S | re.M)
+    assert len(shown) == len(blocks(page))
+    for block, expected in shown:
+        with redirect_stdout(io.StringIO()) as output:
+            exec(compile(block, page.name, "exec"), names)
+        if expected:
+            matches = doctest.OutputChecker().check_output(expected, output.getvalue(), doctest.ELLIPSIS)
+            assert matches, output.getvalue()
+        print(output.getvalue(), end="")
     return names
 
 
