@@ -91,15 +91,13 @@ def group_commands(command: Any) -> Groups:
 def group_parameters(command: Any, ctx: Any) -> Groups:
     """Return the arguments of a command, its options without a group, its groups of options, and --help."""
     groups: Groups = {"Arguments": [], "Options": []}
-    *parameters, shown_last = command.get_params(ctx)
+    *parameters, last = command.get_params(ctx)  # the last is --help
     for parameter in parameters:
         default = "Options" if is_option(parameter) else "Arguments"
         title = getattr(parameter, "rich_help_panel", None) or default
         groups.setdefault(title, []).append((name_of(parameter), describe(parameter)))
-    is_grouped = len(groups) > 2
-    groups.setdefault("Help" if is_grouped else "Options", []).append(
-        (name_of(shown_last), describe(shown_last))
-    )
+    title = "Help" if len(groups) > 2 else "Options"
+    groups.setdefault(title, []).append((name_of(last), describe(last)))
     return {title: rows for title, rows in groups.items() if rows}
 
 

@@ -230,6 +230,17 @@ def test_the_training_log_has_every_head(tmp_path: Path) -> None:
         assert {(row["layer"], row["head"]) for row in rows if row["step"] == str(step)} == heads
 
 
+@pytest.mark.full
+def test_the_script_draws_the_pictures_of_the_guides(tmp_path: Path) -> None:
+    script = ROOT / "scripts" / "make_guide_pictures.py"
+    done = run([sys.executable, str(script), "--out", str(tmp_path)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    drawn = {path.name for path in tmp_path.glob("*.png")}
+    assert drawn == {"word-times.png", "translation.png", "generated-words.png", "word-in-picture.png"}
+    guides = "".join(page.read_text(encoding="utf-8") for page in GUIDES)
+    assert all((ROOT / "docs" / name).exists() and f"(../{name})" in guides for name in drawn)
+
+
 PAGE = ROOT / "docs" / "findings.md"
 FINDINGS = blocks(PAGE)
 [JUDGED] = re.findall(r"PyTorch ([\d.]+) on a CPU", PAGE.read_text(encoding="utf-8"))
