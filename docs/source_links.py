@@ -21,16 +21,16 @@ def correct(app: Sphinx, page: str, template: str, context: dict[str, Any], doct
     if not page.startswith("_modules/") or "body" not in context:
         return
     objects = app.env.domains.python_domain.objects
+    parts = page.split("/")[1:]
+    packages = [
+        ".".join(parts[:n]) for n in range(len(parts), 0, -1)
+    ]  # of a name: its module, or one around it
 
     def replace(found: re.Match[str]) -> str:
         link, name, path = found.groups()
         document = normpath(Path(page).parent / path)
-        [anchor] = {
-            entry.node_id
-            for full_name, entry in objects.items()
-            if entry.docname == document and full_name.endswith(f".{name}") and not entry.aliased
-        }
-        return link + anchor
+        entries = (objects.get(f"{package}.{name}") for package in packages)
+        return link + next(entry.node_id for entry in entries if entry and entry.docname == document)
 
     context["body"] = LINK.sub(replace, context["body"])
 
