@@ -53,6 +53,8 @@ def test_embedded_pages_open_and_follow_the_theme(name: Path, site: Path, page: 
         viewer = frames.nth(n).content_frame
         expect(viewer.locator("nav")).to_be_visible()
         expect(viewer.locator("body")).to_have_attribute("data-theme", "light")
+        address = viewer.locator("body").evaluate("() => location.href")
+        assert not address.endswith("#"), "the browser scrolls the page to the frame"
     page.locator(".theme-toggle:visible").first.click()
     expect(page.locator("body")).to_have_attribute("data-theme", "dark")
     for n in range(len(EMBEDDING[name])):
