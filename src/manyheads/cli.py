@@ -446,7 +446,8 @@ def lessons(
 ) -> None:
     """Copy the four lessons to a folder and open them in JupyterLab.
 
-    Files that the folder already has are kept. The exercises are graded by manyheads check.
+    Files that the folder already has are kept. The exercises are graded by manyheads check. JupyterLab is
+    part of the extra lessons.
     """
     from manyheads.text import lessons
 
