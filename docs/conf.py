@@ -25,6 +25,7 @@ extensions = [
     "sphinx_copybutton",
     "live",  # pages of the viewer: docs/live.py
     "mathml",  # formulas: docs/mathml.py
+    "source_links",  # from source code to the reference: docs/source_links.py
 ]
 exclude_patterns = ["lessons/exercises", "lessons/solutions"]
 nitpicky = False  # docstrings name types of PyTorch, whose inventory isn't read: a build needs no network

@@ -1,7 +1,9 @@
-"""Pages of the reference that are generated from the code: the commands' help, and every error."""
+"""Pages that are generated from the code: the commands' help, every error, and the scripts in examples/."""
 
 from __future__ import annotations
 
+import ast
+import re
 from itertools import groupby
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 
 from manyheads import cli
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
 ABOUT_ERRORS = """# Errors
 
 Every error that the library raises with a message of its own, by module: its class, its cause and how to fix
@@ -34,7 +37,7 @@ kernel can't be used if its library is missing or can't be loaded; `manyheads ke
 def write(folder: Path) -> None:
     """Write the generated pages into a folder."""
     folder.mkdir(exist_ok=True)
-    for name, page in (("commands", commands()), ("errors", errors())):
+    for name, page in (("commands", commands()), ("errors", errors()), ("examples", examples())):
         path = folder / f"{name}.md"
         if not path.exists() or path.read_text(encoding="utf-8") != page:  # else Sphinx would read it again
             path.write_text(page, encoding="utf-8")
@@ -50,6 +53,17 @@ def commands() -> str:
         title = f"`manyheads {name}`" if name else "`manyheads`"
         sections.append(f"## {title}\n\n```text\n{text}\n```\n")
     return "# Commands\n\nEvery command and its options.\n\n" + "\n".join(sections)
+
+
+def examples() -> str:
+    """Return a section for each script in examples/, with its code."""
+    sections = []
+    for path in sorted(EXAMPLES.glob("*.py")):
+        description = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        title = re.split(r"[:;.]", description)[0]
+        code = f"```{{literalinclude}} ../../../examples/{path.name}\n:language: python\n```"
+        sections.append(f"## {title}\n\n`examples/{path.name}`\n\n{code}\n")
+    return "# Examples\n\nScripts to copy. Each runs alone, in less than a minute.\n\n" + "\n".join(sections)
 
 
 def errors() -> str:

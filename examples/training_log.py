@@ -1,4 +1,6 @@
-"""Log the largest induction score of all heads during training."""
+"""Log the scores of every head during training: a row for each head and step in a CSV file."""
+
+import csv
 
 import torch
 from torch import nn
@@ -32,6 +34,9 @@ def batch(size: int) -> torch.Tensor:
 
 model = Model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+log = []
+print("induction score of each head (layer.head)")
+print("step  loss  " + "  ".join(f"{layer}.{head:<2}" for layer in range(2) for head in range(4)))
 for step in range(121):
     ids = batch(32)
     loss = nn.functional.cross_entropy(model(ids)[:, 24:-1].flatten(0, 1), ids[:, 25:].flatten())
@@ -42,6 +47,12 @@ for step in range(121):
         ids = batch(4)
         with torch.no_grad(), manyheads.observe(model) as recording:
             model(ids)
-        best = recording.table(ids).sorted("induction")[0]
-        name = f"{best.layer}, head {best.head}"
-        print(f"step {step:3}: loss {loss.item():.2f}; largest induction score {best.induction:.2f} ({name})")
+        table = recording.table(ids)  # previous token, induction, entropy, … of every head
+        log += [{"step": step, "loss": loss.item(), **row._asdict()} for row in table]
+        print(f"{step:4}  {loss.item():.2f}  " + "  ".join(f"{row.induction:.2f}" for row in table))
+
+with open("training_log.csv", "w", encoding="utf-8", newline="") as file:
+    writer = csv.DictWriter(file, log[0])
+    writer.writeheader()
+    writer.writerows(log)
+print("wrote training_log.csv")

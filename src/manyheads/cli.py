@@ -45,7 +45,7 @@ Run manyheads COMMAND --help for the options and examples of a command.
 app = typer.Typer(
     name="manyheads",
     cls=HelpGroup,
-    no_args_is_help=True,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # importing rich doubles the time of --help
     context_settings={
@@ -111,12 +111,15 @@ def print_version(requested: bool) -> None:
 
 @app.callback(epilog=EXAMPLES)
 def manyheads(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
     """Show what attention heads attend to, check attention code, and measure its speed."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), color=context.color)
 
 
 @command(
@@ -339,12 +342,6 @@ def serve(api: Api, port: int = 0, browser: bool = True) -> None:
 @command(
     rich_help_panel="Attention code",
     epilog="""
-    Exit codes:
-      0  Every check passed.
-      1  A check failed.
-      2  The code can't be imported, constructed or understood, or something
-         couldn't be judged.
-
     Examples:
       # A class, a function or an instance in a file
       manyheads check attention.py:MyAttention
@@ -354,6 +351,12 @@ def serve(api: Api, port: int = 0, browser: bool = True) -> None:
 
       # With the role of an argument whose name doesn't tell it, and a report for CI
       manyheads check attention.py:Masked --arg segments=keep --junit report.xml
+
+    Exit codes:
+      0  Every check passed.
+      1  A check failed.
+      2  The code can't be imported, constructed or understood, or something
+         couldn't be judged.
     """,
 )
 def check(
@@ -443,7 +446,8 @@ def lessons(
 ) -> None:
     """Copy the four lessons to a folder and open them in JupyterLab.
 
-    Files that the folder already has are kept. The exercises are graded by manyheads check.
+    Files that the folder already has are kept. The exercises are graded by manyheads check. JupyterLab is
+    part of the extra lessons.
     """
     from manyheads.text import lessons
 
@@ -476,16 +480,16 @@ def kernels() -> None:
 @command(
     rich_help_panel="Attention code",
     epilog="""
-    Exit codes:
-      0  Success.
-      1  With --kind choice: kernel='auto' is slower than the fastest in some cases.
-
     Examples:
       # Causal attention of 1,024 tokens
       manyheads bench --kind causal --size 64 --length 1024
 
       # One token that attends to a cache
       manyheads bench --kind decode --size 64 --length 4096
+
+    Exit codes:
+      0  Success.
+      1  With --kind choice: kernel='auto' is slower than the fastest in some cases.
     """,
 )
 def bench(
@@ -531,8 +535,8 @@ def bench(
     the hardware.
 
     --kind choice runs every kernel on a grid of cases and on 200 random ones, and prints those in which
-    kernel='auto' is slower than the fastest by more than 5% and 15 µs. These are measured five more times
-    after all others, and the smallest median of each kernel counts.
+    kernel='auto' is slower than the fastest by more than 5% and 15 µs. These cases are measured again at
+    the end, up to five times, and the smallest median of each kernel counts.
     """
     # With workers that compile, the process can take five minutes to end (pytorch/pytorch#162199).
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

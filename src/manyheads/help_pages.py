@@ -89,13 +89,16 @@ def group_commands(command: Any) -> Groups:
 
 
 def group_parameters(command: Any, ctx: Any) -> Groups:
-    """Return the arguments and options of a command."""
-    groups: Groups = {}
-    for parameter in command.get_params(ctx):
+    """Return the arguments of a command, its options without a group, its groups of options, and --help."""
+    groups: Groups = {"Arguments": [], "Options": []}
+    *parameters, last = command.get_params(ctx)  # the last is --help
+    for parameter in parameters:
         default = "Options" if is_option(parameter) else "Arguments"
         title = getattr(parameter, "rich_help_panel", None) or default
         groups.setdefault(title, []).append((name_of(parameter), describe(parameter)))
-    return groups
+    title = "Help" if len(groups) > 2 else "Options"
+    groups.setdefault(title, []).append((name_of(last), describe(last)))
+    return {title: rows for title, rows in groups.items() if rows}
 
 
 def is_option(parameter: Any) -> bool:

@@ -6,6 +6,9 @@ finds something once more.
 
 from __future__ import annotations
 
+import csv
+import doctest
+import io
 import json
 import os
 import re
@@ -14,6 +17,7 @@ import subprocess
 import sys
 import tomllib
 import urllib.request
+from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -71,10 +75,21 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def execute(page: Path) -> dict:
-    """Run a page's Python blocks one after the other, and return the names that they define."""
+    """Run a page's Python blocks one after the other, and return the names that they define.
+
+    If the next block is text, it is what the block prints; `...` stands for anything.
+    """
     names: dict = {}
-    for block in blocks(page):
-        exec(compile(block, page.name, "exec"), names)
+    text = page.read_text(encoding="utf-8")
+    shown = re.findall(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", text, re.S | re.M)
+    assert len(shown) == len(blocks(page))
+    for block, expected in shown:
+        with redirect_stdout(io.StringIO()) as output:
+            exec(compile(block, page.name, "exec"), names)
+        if expected:
+            matches = doctest.OutputChecker().check_output(expected, output.getvalue(), doctest.ELLIPSIS)
+            assert matches, output.getvalue()
+        print(output.getvalue(), end="")
     return names
 
 
@@ -95,8 +110,17 @@ def gpt2(layers: int, tokenizer: transformers.PreTrainedTokenizerFast) -> transf
     return transformers.GPT2Model(config).eval()
 
 
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list:
+    """The recordings whose viewer an example opens; it runs in an empty folder."""
+    recordings: list = []
+    monkeypatch.setattr(Recording, "view", lambda recording: recordings.append(recording))
+    monkeypatch.chdir(tmp_path)
+    return recordings
+
+
 def test_the_example_of_the_readme_runs_on_a_gpt2_with_random_weights(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, shown: list, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The lines that need the Hub say so, and get a small model of the same class here."""
     fetched = [line for line in README.splitlines() if "from_pretrained" in line]
@@ -106,15 +130,39 @@ def test_the_example_of_the_readme_runs_on_a_gpt2_with_random_weights(
     model = gpt2(6, tokenizer)
     monkeypatch.setattr(transformers.AutoModel, "from_pretrained", lambda name: model)
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: tokenizer)
-    shown: list = []
-    monkeypatch.setattr(Recording, "view", lambda recording: shown.append(recording))
 
     names = execute(ROOT / "README.md")
     [recording] = shown
     assert recording is names["recording"]
     assert len(recording) == 6
     assert recording[5].tokens.text == names["text"]
-    torch.testing.assert_close(recording[5][0, 1].sum(-1), torch.ones(names["inputs"].input_ids.shape[1]))
+    torch.testing.assert_close(recording[5][0, 1].sum(-1), torch.ones(names["ids"].shape[1]))
+    assert Path("heads.png").stat().st_size > 10_000
+    assert "induction" in capsys.readouterr().out
+
+
+def test_the_example_of_the_readme_runs_without_the_hub(
+    shown: list, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commented lines replace the four before them."""
+    [block] = blocks(ROOT / "README.md")
+    before, comment, after = re.split(r"(# Without the Hub.*\n)", block)
+    lines = before.splitlines()
+    assert "the four above" in comment
+    assert [line.split()[0] for line in lines[-4:]] == ["tokenizer", "model", "encoding", "ids"]
+    names: dict = {}
+    exec("\n".join([*lines[:-4], re.sub(r"^# ", "", after, flags=re.M)]), names)
+    [recording] = shown
+    assert recording[2].tokens.text == names["text"]
+    assert names["heads"][0].induction > 0.9
+    assert "blocks.2.attention" in capsys.readouterr().out
+
+
+def test_the_readme_is_short() -> None:
+    """It has at most 120 lines, and its paragraphs are as wide at most."""
+    lines = README.splitlines()
+    assert len(lines) <= 120
+    assert not [line for line in lines if len(line) > 120 and not line.startswith(("|", "    "))]
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +194,8 @@ def test_the_examples_of_a_guide_run(page: Path, tmp_path: Path, monkeypatch: py
 def test_ci_runs_the_commands_of_the_readme():
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     for words in re.findall(r"^(?:.*\()?.*readme \w+ '(.*?)'", script, re.M):
-        assert words in README
+        first = next(line for line in README.splitlines() if words in line)
+        assert first.startswith("    pip install ")
     assert "readme tests 'python -m pytest'" in script
 
 
@@ -162,13 +211,35 @@ def test_the_first_command_of_the_readme_prints_what_the_readme_shows(tmp_path: 
 @pytest.mark.full
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_a_script_of_the_examples_runs(path: Path, tmp_path: Path) -> None:
-    """It ends without an error, prints something, and writes the picture that it names."""
+    """It ends without an error, prints something, and writes the files that it names."""
     needs(path.read_text(encoding="utf-8"))
     done = run([sys.executable, str(path)], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout
     for name in re.findall(r"wrote (\S+)", done.stdout):
-        assert (tmp_path / name).stat().st_size > 10_000
+        assert (tmp_path / name).stat().st_size > 5_000
+
+
+@pytest.mark.full
+def test_the_training_log_has_every_head(tmp_path: Path) -> None:
+    done = run([sys.executable, str(ROOT / "examples" / "training_log.py")], tmp_path)
+    assert done.returncode == 0, done.stderr
+    with open(tmp_path / "training_log.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    heads = {(f"layers.{layer}", str(head)) for layer in range(2) for head in range(4)}
+    for step in range(0, 121, 20):
+        assert {(row["layer"], row["head"]) for row in rows if row["step"] == str(step)} == heads
+
+
+@pytest.mark.full
+def test_the_script_draws_the_pictures_of_the_guides(tmp_path: Path) -> None:
+    script = ROOT / "scripts" / "make_guide_pictures.py"
+    done = run([sys.executable, str(script), "--out", str(tmp_path)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    drawn = {path.name for path in tmp_path.glob("*.png")}
+    assert drawn == {"word-times.png", "translation.png", "generated-words.png", "word-in-picture.png"}
+    guides = "".join(page.read_text(encoding="utf-8") for page in GUIDES)
+    assert all((ROOT / "docs" / name).exists() and f"(../{name})" in guides for name in drawn)
 
 
 PAGE = ROOT / "docs" / "findings.md"

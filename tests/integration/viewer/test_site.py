@@ -1,4 +1,4 @@
-"""The viewer's pages that the documentation embeds: they open, and follow the theme of the site.
+"""The documentation: its links, and the viewer's pages that it embeds, which follow the theme of the site.
 
 They need Sphinx: `pip install -c constraints.txt -e '.[docs]'`. `.ci/run` runs them after it built the site.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -33,7 +35,7 @@ EMBEDDING = {
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built without running the lessons."""
-    folder = tmp_path_factory.mktemp("site")
+    folder = tmp_path_factory.mktemp("site").resolve()
     options = ["-q", "-W", "-D", "nb_execution_mode=off", "-d", folder / "doctrees"]
     command = [sys.executable, "-m", "sphinx", *options, DOCS, folder / "html"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
@@ -51,6 +53,8 @@ def test_embedded_pages_open_and_follow_the_theme(name: Path, site: Path, page: 
         viewer = frames.nth(n).content_frame
         expect(viewer.locator("nav")).to_be_visible()
         expect(viewer.locator("body")).to_have_attribute("data-theme", "light")
+        address = viewer.locator("body").evaluate("() => location.href")
+        assert not address.endswith("#"), "the browser scrolls the page to the frame"
     page.locator(".theme-toggle:visible").first.click()
     expect(page.locator("body")).to_have_attribute("data-theme", "dark")
     for n in range(len(EMBEDDING[name])):
@@ -60,3 +64,36 @@ def test_embedded_pages_open_and_follow_the_theme(name: Path, site: Path, page: 
 def test_pages_embed_what_is_exported(site: Path) -> None:
     exported = {path.stem for path in (site / "live").glob("*.html")}
     assert exported == {name for names in EMBEDDING.values() for name in names}
+
+
+class Anchors(HTMLParser):
+    """The anchors of a page, and its links to pages and files."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.anchors: set[str] = set()
+        self.links: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        values = dict(attributes)
+        self.anchors |= {name for key in ("id", "name") if (name := values.get(key))}
+        self.links += [link for key in ("href", "src") if (link := values.get(key))]
+
+
+def test_all_internal_links_and_anchors_exist(site: Path) -> None:
+    """Those between pages, to their files, and from and to the pages of source code."""
+    live = site / "live"  # the viewer's pages, whose fragments are states
+    pages = {path: Anchors(path) for path in site.rglob("*.html") if path.parent != live}
+    assert site / "_modules" / "manyheads" / "observe" / "recording.html" in pages
+    dead = []
+    for path, page in pages.items():
+        for link in page.links:
+            address = urlsplit(link)
+            if address.scheme or address.netloc:
+                continue
+            target = (path.parent / unquote(address.path)).resolve() if address.path else path
+            anchor = unquote(address.fragment)
+            if not target.exists() or (anchor and target in pages and anchor not in pages[target].anchors):
+                dead.append((str(path.relative_to(site)), link))
+    assert not dead

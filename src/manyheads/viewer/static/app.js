@@ -50,7 +50,9 @@ class App {
   // -- state ------------------------------------------------------------------------------------
 
   saveState() {
-    if (this.linked) history.replaceState(null, "", `#${formatHash(this.state)}`);
+    // Without the bare "#" of an empty hash, to which a page that embeds the viewer would scroll when it is loaded.
+    const hash = formatHash(this.state), address = hash ? `#${hash}` : location.pathname + location.search;
+    if (this.linked) history.replaceState(null, "", address);
     this.drawer.update(); // it shows the selected weight
   }
 

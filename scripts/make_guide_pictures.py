@@ -1,0 +1,137 @@
+"""Draw pictures of the guides, of planted attention with noise: alignments, and words in a picture.
+
+python scripts/make_guide_pictures.py --out docs
+"""
+
+from __future__ import annotations
+
+import argparse
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import manyheads
+from manyheads import figures
+from manyheads.maps import AttentionMap
+from manyheads.observe import Recording
+from manyheads.problem import Problem
+
+
+def recording_of(scores: Tensor) -> Recording:
+    """Return a recording of one cross-attention layer with these scores `[1, h, t, s]`."""
+    _, h, t, _ = scores.shape
+    q, k = torch.eye(t).expand(1, h, t, t), scores.mT.contiguous()  # the scores are q · k
+    recording = Recording()
+    recording.add("decoder.layers.0.encoder_attn", AttentionMap.of(Problem.of(q, k, k, scale=1.0)), k)
+    return recording
+
+
+def draw_words(out: Path) -> None:
+    """Draw words of different lengths, by two heads of four."""
+    words = ["the", "train", "left", "the", "station", "on", "time", "and", "nobody", "saw", "it"]
+    starts = [0, 15, 40, 80, 95, 140, 160, 200, 215, 260, 290, 320]
+    scores = torch.randn(1, 4, len(words), starts[-1], generator=torch.Generator().manual_seed(0))
+    for n, (start, stop) in enumerate(pairwise(starts)):
+        scores[0, 1:3, n, start:stop] += 6.0
+    tokens = manyheads.TokenizedText(tuple(" " * (n > 0) + word for n, word in enumerate(words)))
+    found = recording_of(scores).align(tokens=tokens, seconds=0.02)
+    figures.alignment(found, title="When each word is spoken").savefig(out / "word-times.png")
+
+
+def draw_translation(out: Path) -> None:
+    """Draw a translation that changes the order of words."""
+    source = ["four", "hundred", "twenty", "three"]
+    target = {"vier": 0, "hundert": 1, "drei": 3, "und": 2, "zwanzig": 2}
+    scores = torch.randn(1, 1, len(target), len(source), generator=torch.Generator().manual_seed(0))
+    for n, key in enumerate(target.values()):
+        scores[0, 0, n, key] += 4.0
+    found = recording_of(scores).align([(0, 0)], tokens=list(target), median_filter=1)
+    figures.alignment(found, keys=source, mark="largest").savefig(out / "translation.png")
+
+
+def scene(rows: int, cols: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return a picture `[rows, cols, 3]` of a house on a hill, and the mask `[rows, cols]` of each part."""
+    y, x = np.mgrid[0:rows, 0:cols] / rows
+    sky = np.stack([0.55 + 0.2 * y, 0.75 + 0.1 * y, 0.95 - 0.1 * y], -1)
+    roof = (y > 0.3) & (y < 0.46) & (abs(x - 0.45) < 1.2 * (y - 0.3))
+    house = (abs(x - 0.45) < 0.13) & (y > 0.45) & (y < 0.75)
+    sun = (x - 1.05) ** 2 + (y - 0.22) ** 2 < 0.012
+    hill = (y > 0.62 + 0.08 * np.sin(5 * x)) & ~house
+    picture = sky
+    picture[hill], picture[house], picture[roof] = (0.3, 0.5, 0.2), (0.75, 0.3, 0.25), (0.3, 0.2, 0.2)
+    picture[sun] = (1.0, 0.85, 0.2)
+    return picture, {"house": house | roof, "hill": hill, "sun": sun, "sky": ~(house | roof | hill | sun)}
+
+
+def patches_of(mask: np.ndarray, patch: int) -> Tensor:
+    """Return the share of each patch that a mask covers, `[rows, cols]`."""
+    return F.avg_pool2d(torch.tensor(mask, dtype=torch.float32)[None], patch)[0]
+
+
+class Denoiser(nn.Module):
+    """Cross-attention from a picture to the tokens of a prompt, and nothing else.
+
+    Args:
+        keys: The keys of the tokens, `[b, h, s, d]`.
+    """
+
+    def __init__(self, keys: Tensor) -> None:
+        super().__init__()
+        self.keys = keys
+
+    def forward(self, sample: Tensor) -> Tensor:
+        """Return the values that each place of a picture `[b, d, rows, cols]` reads."""
+        q = sample.flatten(2).mT[:, None].expand(-1, self.keys.shape[1], -1, -1)  # [b, h, t, d]
+        return F.scaled_dot_product_attention(q, self.keys, self.keys)
+
+
+def draw_generated_words(out: Path) -> None:
+    """Draw where eight steps use each word of a prompt."""
+    prompt = ("<s>", "a", " house", " on", " a", " hill", " in", " the", " sun", "</s>")
+    patch, random = 14, torch.Generator().manual_seed(0)
+    picture, parts = scene(12 * patch, 16 * patch)
+    places = torch.stack([patches_of(parts[word], patch) for word in ("house", "hill", "sun", "sky")])
+    keys = 0.3 * torch.randn(1, 4, len(prompt), 4, generator=random)  # [b, h, s, d]
+    for n, token in enumerate((2, 5, 8, 0)):  # the sky's places read from no word, but from the first token
+        keys[..., token, n] += 1.0
+    denoiser = Denoiser(9.0 * keys)
+    with manyheads.observe(denoiser, keep="words") as recording:
+        for step in range(8):
+            noise = torch.randn(1, *places.shape, generator=random)
+            denoiser(places + noise * (8 - step) / 20)
+    images, words = recording.word_images(manyheads.TokenizedText(prompt, special=(0, len(prompt) - 1)))
+    shown = [words.index(word) for word in ("house", "hill", "sun")]
+    titles = [words[n] for n in shown]
+    figure = figures.overlay(picture, images[shown], titles=titles, label="mean weight on the word")
+    figure.savefig(out / "generated-words.png", dpi=120)
+
+
+def draw_word_in_picture(out: Path) -> None:
+    """Draw what the last word of a question attends to in a picture, by the heads of one layer."""
+    patch, random = 14, torch.Generator().manual_seed(0)
+    picture, parts = scene(12 * patch, 16 * patch)
+    places = [patches_of(parts[name], patch).flatten() for name in ("house", "sun", "hill")]
+    scores = 0.7 * torch.randn(1, 4, 1, len(places[0]), generator=random)  # [b, h, t, s]
+    scores[0, 1, 0] += 4.0 * places[0]
+    scores[0, 3, 0] += 2.5 * (places[0] + places[1] + places[2])
+    image = recording_of(scores)[0].image(0, keys=slice(None), grid=(12, 16))  # [b, h, rows, cols]
+    figures.overlay(picture, image, title="house").savefig(out / "word-in-picture.png", dpi=120)
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="Folder of the pictures.")
+    options = parser.parse_args()
+    draw_words(options.out)
+    draw_translation(options.out)
+    draw_generated_words(options.out)
+    draw_word_in_picture(options.out)
+
+
+if __name__ == "__main__":
+    main()
