@@ -725,12 +725,21 @@ def launch(processes: int) -> None:
 
 def main() -> None:
     """Run a command. Invalid input gives one line on standard error and exit code 2."""
+    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # one of several processes, of torchrun
     try:
-        app()
+        app() if not is_rank else sys.exit(app(standalone_mode=False) or 0)
     except (ValueError, TypeError, OSError, ImportError) as error:
-        if "WORLD_SIZE" in os.environ:
+        if is_rank:
             from manyheads.distributed.processes import report
 
             sys.exit(report(error))
         print(f"manyheads: {error}", file=sys.stderr)
+        sys.exit(2)
+    except Exception as error:
+        if not (is_rank and isinstance(error, typer.BadParameter.__bases__)):
+            raise
+        from manyheads.distributed.processes import is_first_report
+
+        if is_first_report():
+            error.show()  # an invalid option, which all processes have
         sys.exit(2)

@@ -44,6 +44,7 @@ SHUTDOWN = 120  # seconds that processes have for a last checkpoint after Ctrl-C
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 _joined: list[dist.Store] = []  # the store of the group that this process has joined
+_parent = os.getppid()
 _turns = count()  # numbers for keys of the store, the same in all processes
 
 
@@ -136,6 +137,11 @@ class Group:
 def is_launched() -> bool:
     """Return True in a process that torchrun, or `launch`, has started, of several or of one."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_orphan() -> bool:
+    """Return True if torchrun, or `launch`, has ended without ending this process, as after `kill -9`."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != _parent
 
 
 @contextmanager
@@ -393,14 +399,16 @@ def report(error: BaseException) -> int:
     Returns:
         The exit code.
     """
+    if is_launched() and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, which would change the exit code
     if isinstance(error, ConnectionError) and os.environ.get(LAUNCHED):
         return LOST
-    if _is_first_report():
+    if is_first_report():
         print(f"manyheads: {error}", file=sys.stderr, flush=True)
     return 2
 
 
-def _is_first_report() -> bool:
+def is_first_report() -> bool:
     """Return True in the first process that calls this, and in any process without a store."""
     try:
         rank, size = _read_environment()

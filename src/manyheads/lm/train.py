@@ -852,7 +852,8 @@ def _train_steps(run: Run) -> None:
                     line["held_out_loss"] = round(nats, 5)
                     line["held_out_bits_per_byte"] = round(run.bits_per_byte(nats), 4)
                 write(line)
-            stopping = group.sum(stop.is_set())[0] > 0  # a signal may have reached some processes only
+            # A signal may have reached some of the processes only.
+            stopping = group.sum(stop.is_set() or processes.is_orphan())[0] > 0
             if stopping or last or run.step % options.save_every == 0:
                 run.save()
             if stopping and not last:
