@@ -736,10 +736,11 @@ def main() -> None:
         print(f"manyheads: {error}", file=sys.stderr)
         sys.exit(2)
     except Exception as error:
-        if not (is_rank and isinstance(error, typer.BadParameter.__bases__)):
+        show = getattr(error, "show", None)  # typer's, for an invalid option, which all processes have
+        if not (is_rank and show):
             raise
         from manyheads.distributed.processes import is_first_report
 
         if is_first_report():
-            error.show()  # an invalid option, which all processes have
+            show()
         sys.exit(2)
