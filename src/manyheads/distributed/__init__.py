@@ -1,10 +1,22 @@
-"""Attention, maps and training over several processes, by `torch.distributed`."""
+"""Attention and training on several processes, on `torch.distributed`.
+
+    processes       start, join and leave a group of processes
+    communication   agreement of ranks on arguments, exchange of tensors, counts of bytes
+    positions       which tokens each rank has
+    blocks          the attention of some queries of one rank to some keys of another
+    ring            keys travel from rank to rank
+    ulysses         each rank computes some heads
+    functional      attention, attention_with_map
+    cost            how much ranks compute, send and keep
+
+A public name is imported when it is first used, because importing torch takes seconds.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
 
-TYPE_CHECKING = False  # as in `manyheads`: torch is imported when a name is first used
+TYPE_CHECKING = False  # typing's own constant takes 10 ms to import
 if TYPE_CHECKING:
     from typing import Any
 
@@ -14,8 +26,7 @@ if TYPE_CHECKING:
     from manyheads.distributed.functional import attention_with_map as attention_with_map
     from manyheads.distributed.positions import balanced_positions as balanced_positions
 
-# The module of each public name, which is imported when the name is first used (PEP 562).
-_MODULES = {
+_MODULES: dict[str, str] = {  # the module of each public name
     "attention": "functional",
     "attention_with_map": "functional",
     "balanced_positions": "positions",
@@ -23,9 +34,9 @@ _MODULES = {
     "Traffic": "communication",
 }
 
-__all__ = [*_MODULES]
+__all__: list[str] = [*_MODULES]
 
-if not TYPE_CHECKING:
+if not TYPE_CHECKING:  # with a `__getattr__`, type checkers accept any name
 
     def __getattr__(name: str) -> Any:
         """Import a public name at its first use."""

@@ -282,8 +282,8 @@ def _check(tensors: list[Tensor], whole: Problem, method: str, kernel: str, rank
         )
     if method == "ring" and kernel not in ("auto", *partial.NAMES):
         raise ValueError(
-            f'Expected kernel to be auto, {" or ".join(partial.NAMES)} for method="ring", got {kernel!r}, which '
-            'gives no log-sum-exp by which partial outputs could be merged. Use kernel="auto".'
+            f'Expected kernel to be auto, {" or ".join(partial.NAMES)} for method="ring", got {kernel!r}, '
+            'which gives no log-sum-exp by which partial outputs could be merged. Use kernel="auto".'
         )
     if method == "ulysses" and (whole.shape.h % ranks or whole.shape.g % ranks):
         raise ValueError(
