@@ -4,10 +4,11 @@
     communication   agreement of ranks on arguments, exchange of tensors, counts of bytes
     positions       which tokens each rank has
     blocks          the attention of some queries of one rank to some keys of another
+    route           how far keys travel around a ring
     ring            keys travel from rank to rank
     ulysses         each rank computes some heads
     functional      attention, attention_with_map
-    cost            how much ranks compute, send and keep
+    costs           how much ranks compute, send and keep
 
 A public name is imported when it is first used, because importing torch takes seconds.
 """
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
     from manyheads.distributed.communication import Traffic as Traffic
     from manyheads.distributed.communication import count_traffic as count_traffic
+    from manyheads.distributed.costs import Cost as Cost
+    from manyheads.distributed.costs import cost as cost
     from manyheads.distributed.functional import attention as attention
     from manyheads.distributed.functional import attention_with_map as attention_with_map
     from manyheads.distributed.positions import balanced_positions as balanced_positions
@@ -30,6 +33,8 @@ _MODULES: dict[str, str] = {  # the module of each public name
     "attention": "functional",
     "attention_with_map": "functional",
     "balanced_positions": "positions",
+    "Cost": "costs",
+    "cost": "costs",
     "count_traffic": "communication",
     "Traffic": "communication",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -181,12 +182,16 @@ class _Call(NamedTuple):
             order = None if bool((positions.diff() > 0).all()) else positions.argsort().to(q.device)
             return ulysses.attend(whole, q, k, v, self.group, order, self.kernel, with_lse)
         grad = torch.is_grad_enabled()
+        learns_bias = grad and table is not None and table.requires_grad
+        whole = whole.detach()
+        if learns_bias and whole.bias is not None:
+            # Blocks give gradients in the dtype of the tensor, and are rounded only after they are added.
+            whole = replace(whole, bias=whole.bias.map(lambda x: x.to(whole.dtype)))
         ring = Ring(
-            self.group, self.rank, self.parts, whole.detach(), self.kernel, self.finite,
-            keys_gradient=grad and (k.requires_grad or v.requires_grad),
-            bias_gradient=grad and table is not None and table.requires_grad,
+            self.group, self.rank, self.parts, whole, self.kernel, self.finite,
+            keys_gradient=grad and (k.requires_grad or v.requires_grad), bias_gradient=learns_bias,
         )  # fmt: skip
-        out, lse = RingAttention.apply(ring, q, k, v, whole.sink, table)
+        out, lse = RingAttention.apply(ring, q, k, v, self.whole.sink, table)
         return out, lse
 
 

@@ -55,15 +55,6 @@ class Part:
             return self.positions.to(device)
         return torch.arange(*_bounds(self.positions), device=device)
 
-    def overlaps(self, interval: tuple[int, int]) -> bool:
-        """Return True if a position is inside a half-open interval."""
-        first, stop = interval
-        if isinstance(self.positions, Tensor):
-            return bool(((self.positions >= first) & (self.positions < stop)).any())
-        ahead = max(first - self.positions.start, 0)
-        index = -(-ahead // self.positions.step)  # of the first position that isn't before the interval
-        return index < len(self) and self.positions[index] < stop
-
 
 def _bounds(positions: range) -> tuple[int, int, int]:
     return positions.start, positions.stop, positions.step
@@ -157,6 +148,8 @@ def check_partition(parts: Sequence[Sequence[Part]]) -> None:
     """Raise ValueError unless the parts of all ranks have the positions 0, 1, …, each of them once."""
     owned = [(part, rank) for rank, each in enumerate(parts) for part in each]
     tokens = sum(len(part) for part, _ in owned)
+    if tokens == 0:
+        return
     if all(part.is_run for part, _ in owned):
         owned.sort(key=lambda pair: pair[0].hull.start)
         if all(part.hull.start == stop for (part, _), stop in zip(owned, _stops(owned), strict=False)):

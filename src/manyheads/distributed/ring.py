@@ -13,7 +13,7 @@ neighbours only, and a causal mask sends half as much in contiguous shards.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from manyheads.distributed.blocks import add_gradient, block
 from manyheads.distributed.communication import Pending, Transfer, count
 from manyheads.distributed.positions import Part
+from manyheads.distributed.route import Route
 from manyheads.kernels import chunked, partial
 from manyheads.problem import Problem
 
@@ -58,97 +59,38 @@ class Ring:
         """Return the name of the kernel for a block."""
         return partial.choose(problem, self.kernel, self.bias_gradient, self.finite)
 
+    @cached_property
+    def route(self) -> Route:
+        """How far the keys of each part travel."""
+        return Route(self.parts, self.whole.mask, self.whole.shape.s)
+
     @property
     def ranks(self) -> int:
         """The number of ranks."""
         return len(self.parts)
 
-    @cached_property
-    def needed(self) -> list[list[list[bool]]]:
-        """`needed[r][s][n]`: whether some queries of rank r see keys of part n of rank s."""
-        mask = self.whole.mask
-        everything = [[(0, self.whole.shape.s)] for _ in self.parts]
-        intervals = (
-            everything if mask is None else [[mask.span(p.hull).some for p in own] for own in self.parts]
-        )
-        return [
-            [[any(part.overlaps(each) for each in own) for part in theirs] for theirs in self.parts]
-            for own in intervals
-        ]
-
-    @cached_property
-    def route(self) -> tuple[int, list[list[int]]]:
-        """The direction, 1 or −1, and how many steps each part of each rank travels."""
-        routes = []
-        for direction in (1, -1):
-            steps = [
-                [
-                    max(
-                        (direction * (r - s)) % self.ranks if self.needed[r][s][n] else 0
-                        for r in range(self.ranks)
-                    )
-                    for n in range(len(self.parts[s]))
-                ]
-                for s in range(self.ranks)
-            ]
-            sent = sum(
-                len(part) * far
-                for own, distances in zip(self.parts, steps, strict=True)
-                for part, far in zip(own, distances, strict=True)
-            )
-            routes.append((sent, direction, steps))
-        _, direction, steps = min(routes, key=lambda route: route[0])
-        return direction, steps
-
-    def order(self, s: int) -> list[int]:
-        """Return the parts of rank s in packed order: those that travel farthest come first."""
-        steps = self.route[1][s]
-        return sorted(range(len(steps)), key=lambda n: -steps[n])
-
-    def travellers(self, s: int, step: int) -> list[int]:
-        """Return the parts of rank s that travel at least this many steps, in packed order."""
-        return [n for n in self.order(s) if self.route[1][s][n] >= step]
-
-    def tokens(self, s: int, step: int) -> int:
-        """Return the number of tokens of these parts."""
-        return sum(len(self.parts[s][n]) for n in self.travellers(s, step))
-
     def owner(self, step: int) -> int:
         """Return the rank whose keys this rank has in a step."""
-        return (self.rank - self.route[0] * step) % self.ranks
+        return self.route.owner(self.rank, step)
 
     @property
-    def following(self) -> int:
-        """The rank to which keys are sent."""
-        return (self.rank + self.route[0]) % self.ranks
-
-    @property
-    def preceding(self) -> int:
-        """The rank from which keys are received."""
-        return (self.rank - self.route[0]) % self.ranks
+    def size(self) -> int:
+        """The numbers of the key and the value of a token, over the batch and all heads: b·g·(d + w)."""
+        shape = self.whole.shape
+        return shape.b * shape.g * (shape.d + shape.w)
 
     @cached_property
     def last_step(self) -> int:
-        """The last step in which this rank computes or passes on something."""
-        return max(step for step in range(self.ranks) if step == 0 or self.travellers(self.owner(step), step))
+        """The last step in which this rank receives keys."""
+        return self.route.last_step(self.rank)
 
-    def minimum(self) -> float:
-        """Return the fewest tokens that a rank sends on average, each to each rank that needs it once."""
-        return sum(
-            len(part)
-            for r in range(self.ranks)
-            for s in range(self.ranks)
-            for part, needed in zip(self.parts[s], self.needed[r][s], strict=True)
-            if r != s and needed
-        ) / max(self.ranks, 1)
-
-    def blocks(self, s: int) -> Iterator[tuple[Part, int]]:
+    def blocks(self, s: int, step: int) -> Iterator[tuple[Part, int]]:
         """Yield this rank's parts, each with the number of each part of rank s that it sees some keys of."""
-        mask = self.whole.mask
         for rows in self.parts[self.rank]:
-            interval = (0, self.whole.shape.s) if mask is None else mask.span(rows.hull).some
-            for n, cols in enumerate(self.parts[s]):
-                if cols.overlaps(interval):
+            first, stop = self.route.span(rows.hull)
+            for n in self.route.travellers(s, step):
+                hull = self.parts[s][n].hull
+                if hull.start < stop and first < hull.stop:
                     yield rows, n
 
 
@@ -163,7 +105,7 @@ class Packed:
         self.memory, shape = memory, ring.whole.shape
         self.parts: dict[int, tuple[Tensor, Tensor]] = {}
         at = 0
-        for n in ring.travellers(s, step):
+        for n in ring.route.travellers(s, step):
             pair = []
             for width in (shape.d, shape.w):
                 size = shape.b * shape.g * len(ring.parts[s][n]) * width
@@ -174,8 +116,7 @@ class Packed:
     @classmethod
     def empty(cls, ring: Ring, s: int, step: int, like: Tensor, dtype: torch.dtype) -> Packed:
         """Allocate memory for the parts of rank s that travel this many steps."""
-        shape = ring.whole.shape
-        size = ring.tokens(s, step) * shape.b * shape.g * (shape.d + shape.w)
+        size = ring.route.travelling_tokens(s, step) * ring.size
         return cls(ring, s, step, like.new_empty(size, dtype=dtype))
 
     @classmethod
@@ -188,20 +129,55 @@ class Packed:
                 to.copy_(x[:, :, rows])
         return packed
 
+    @classmethod
+    def zeros(cls, ring: Ring, s: int, step: int, like: Tensor) -> Packed:
+        """Allocate sums of gradients."""
+        packed = cls.empty(ring, s, step, like, ring.whole.dtype)
+        packed.memory.zero_()
+        return packed
+
     def beginning(self, ring: Ring, s: int, step: int) -> Tensor:
         """Return the memory of the parts that travel at least this many steps."""
+        return self.memory[: ring.route.travelling_tokens(s, step) * ring.size]
+
+    def last(self, ring: Ring, step: int) -> Tensor:
+        """Return the memory of this rank's parts that travel exactly this many steps."""
+        begin, end = (len(self.beginning(ring, ring.rank, far)) for far in (step + 1, step))
+        return self.memory[begin:end]
+
+    def add(self, other: Packed) -> Packed:
+        """Add the numbers of the same parts."""
+        self.memory += other.memory
+        return self
+
+    def add_part(self, ring: Ring, step: int, arrived: Tensor) -> None:
+        """Add gradients of this rank's parts that travel exactly this many steps."""
+        self.last(ring, step).add_(arrived)
+
+    def unpack(self, ring: Ring, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return this rank's keys and values, or their gradients, in the order of tokens."""
         shape = ring.whole.shape
-        return self.memory[: ring.tokens(s, step) * shape.b * shape.g * (shape.d + shape.w)]
+        if len(self.parts) == 1:
+            keys, values = next(iter(self.parts.values()))
+            return keys.to(dtype), values.to(dtype)
+        n = sum(len(part) for part in ring.parts[ring.rank])
+        keys, values = (
+            self.memory.new_empty(shape.b, shape.g, n, x, dtype=dtype) for x in (shape.d, shape.w)
+        )
+        for part, pair in self.parts.items():
+            for into, x in zip((keys, values), pair, strict=True):
+                into[:, :, ring.parts[ring.rank][part].rows] = x
+        return keys, values
 
 
 def _pass_on(ring: Ring, step: int, packed: Packed, like: Tensor) -> tuple[Packed | None, list[Transfer]]:
     """Return memory for the next step's keys, and the transfers that fill it and pass on this step's."""
     mine, theirs = ring.owner(step), ring.owner(step + 1)
-    transfers = [Transfer(packed.beginning(ring, mine, step + 1), ring.following, True, KEYS)]
+    transfers = [Transfer(packed.beginning(ring, mine, step + 1), ring.route.next(ring.rank), True, KEYS)]
     if step + 1 > ring.last_step:
         return None, transfers
     received = Packed.empty(ring, theirs, step + 1, like, like.dtype)
-    return received, [*transfers, Transfer(received.memory, ring.preceding, False, KEYS)]
+    return received, [*transfers, Transfer(received.memory, ring.route.next(ring.rank, -1), False, KEYS)]
 
 
 def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,7 +190,7 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
         assert packed is not None
         received, transfers = _pass_on(ring, step, packed, k)
         pending = Pending(transfers, ring.group)
-        for rows, n in ring.blocks(ring.owner(step)):
+        for rows, n in ring.blocks(ring.owner(step), step):
             problem = block(
                 whole, q[:, :, rows.rows], *packed.parts[n], rows, ring.parts[ring.owner(step)][n]
             )
@@ -241,75 +217,80 @@ def backward(
     Returns:
         The gradients; the last is None if the bias needs none.
     """
-    whole, rank, dtype = ring.whole, ring.rank, ring.whole.dtype
+    whole, dtype = ring.whole, ring.whole.dtype
     travel = ring.keys_gradient
     _count_minimum(ring, k.element_size() + travel * dtype.itemsize)
     dq = torch.zeros_like(q, dtype=dtype)
     table = whole.bias.tensor() if whole.bias is not None and ring.bias_gradient else None
-    d_table = None if table is None else torch.zeros_like(table, dtype=dtype)
-    home = Packed.empty(ring, rank, 0, k, dtype)  # the gradients of this rank's keys
-    home.memory.zero_()
-    arrived = torch.zeros_like(home.beginning(ring, rank, 1))  # what other ranks have added up for them
+    d_table = None if table is None else torch.zeros_like(table)
+    home = Packed.zeros(ring, ring.rank, 0, k)  # the gradients of this rank's keys
     packed: Packed | None = Packed.of(ring, k, v)
     previous: Packed | None = None  # the gradients of the step before
     for step in range(ring.ranks):
         s = ring.owner(step)
         received, transfers = (None, []) if packed is None else _pass_on(ring, step, packed, k)
-        incoming = None
+        incoming = arrived = None
         if travel and step > 1:
-            transfers += _send_gradients(ring, step - 1, previous, arrived)
+            arrived, more = _send_gradients(ring, step - 1, previous, home)
+            transfers += more
             if step <= ring.last_step:
                 incoming = Packed.empty(ring, s, step, k, dtype)
-                transfers.append(Transfer(incoming.memory, ring.preceding, False, GRADIENTS))
+                transfers.append(Transfer(incoming.memory, ring.route.next(ring.rank, -1), False, GRADIENTS))
         pending = Pending(transfers, ring.group)
-        current = home
-        if step:
-            current = Packed.empty(ring, s, step, k, dtype)
-            current.memory.zero_()
-        if packed is not None:
-            for rows, n in ring.blocks(s):
-                at, cols = rows.rows, ring.parts[s][n]
-                problem = block(whole, q[:, :, at], *packed.parts[n], rows, cols)
-                grads = partial.backward(
-                    problem, ring.kernel_of(problem), out[:, :, at], lse[:, :, at], d_out[:, :, at],
-                    ring.bias_gradient,
-                )  # fmt: skip
-                dq[:, :, at] += grads.q
-                current.parts[n][0].add_(grads.k)
-                current.parts[n][1].add_(grads.v)
-                if d_table is not None and whole.bias is not None and grads.bias is not None:
-                    add_gradient(d_table, grads.bias, whole.bias, rows, cols)
+        current = None if step else home
+        keys = {} if packed is None else packed.parts
+        for rows, n in ring.blocks(s, step):
+            at, cols = rows.rows, ring.parts[s][n]
+            problem = block(whole, q[:, :, at], *keys[n], rows, cols)
+            grads = partial.backward(
+                problem, ring.kernel_of(problem), out[:, :, at], lse[:, :, at], d_out[:, :, at],
+                ring.bias_gradient,
+            )  # fmt: skip
+            dq[:, :, at] += grads.q
+            if current is None:  # not before the kernel has freed its memory
+                current = Packed.zeros(ring, s, step, k)
+            current.parts[n][0].add_(grads.k)
+            current.parts[n][1].add_(grads.v)
+            if d_table is not None and whole.bias is not None and grads.bias is not None:
+                add_gradient(d_table, grads.bias, whole.bias, rows, cols)
+            del grads  # it would take memory during the next block
         pending.wait()
         if incoming is not None:
-            current.memory += incoming.memory
+            current = incoming if current is None else current.add(incoming)
+        if arrived is not None:
+            home.add_part(ring, step - 1, arrived)
         packed, previous = received, current
+    del packed, received, incoming, keys
     if travel and ring.ranks > 1:
-        Pending(_send_gradients(ring, ring.ranks - 1, previous, arrived), ring.group).wait()
-    home.memory[: len(arrived)] += arrived
-    dk, dv = torch.empty_like(k, dtype=k.dtype), torch.empty_like(v, dtype=v.dtype)
-    for n, pair in home.parts.items():
-        for into, grad in zip((dk, dv), pair, strict=True):
-            into[:, :, ring.parts[rank][n].rows] = grad.to(into.dtype)
+        arrived, transfers = _send_gradients(ring, ring.ranks - 1, previous, home)
+        Pending(transfers, ring.group).wait()
+        home.add_part(ring, ring.ranks - 1, arrived)
+    dk, dv = home.unpack(ring, k.dtype)
     return dq.to(q.dtype), dk, dv, d_table
 
 
-def _send_gradients(ring: Ring, step: int, grads: Packed | None, arrived: Tensor) -> list[Transfer]:
-    """Return the transfers of a step's gradients: to the next rank, or home if it was the last one."""
+def _send_gradients(
+    ring: Ring, step: int, grads: Packed | None, home: Packed
+) -> tuple[Tensor, list[Transfer]]:
+    """Return memory for gradients of this rank's keys, and the transfers of a step's gradients.
+
+    Gradients are sent to the next rank or, in the last step of their keys, home to the rank of the keys.
+    Those of this rank's keys come from the rank that is `step` steps ahead.
+    """
     transfers = []
     s = ring.owner(step)
-    if grads is not None and step <= ring.last_step:
+    if step <= ring.last_step:
+        grads = Packed.zeros(ring, s, step, home.memory) if grads is None else grads
         onward = grads.beginning(ring, s, step + 1)
-        transfers.append(Transfer(onward, ring.following, True, GRADIENTS))
+        transfers.append(Transfer(onward, ring.route.next(ring.rank), True, GRADIENTS))
         transfers.append(Transfer(grads.memory[len(onward) :], s, True, HOME))
-    size = len(arrived) // max(ring.tokens(ring.rank, 1), 1)  # the numbers of a token
-    begin, end = (size * ring.tokens(ring.rank, far) for far in (step + 1, step))
-    last = (ring.rank + ring.route[0] * step) % ring.ranks
-    return [*transfers, Transfer(arrived[begin:end], last, False, HOME)]
+    arrived = torch.empty_like(home.last(ring, step))
+    return arrived, [*transfers, Transfer(arrived, ring.route.next(ring.rank, step), False, HOME)]
 
 
 def _count_minimum(ring: Ring, size: int) -> None:
-    shape = ring.whole.shape
-    count(minimum=ring.minimum() * shape.b * shape.g * (shape.d + shape.w) * size)
+    """Count the fewest bytes, of `size` for each number of keys and values."""
+    count(minimum=ring.route.minimum() * ring.size * size)
 
 
 class RingAttention(torch.autograd.Function):
@@ -340,15 +321,11 @@ class RingAttention(torch.autograd.Function):
         d_sink = None
         if sink is not None and ctx.needs_input_grad[4]:
             delta = (d_out.to(lse.dtype) * out).sum(-1)  # [b, h, t]
-            d_sink = chunked.sink_gradient(ring.whole, lse, delta)
+            # In the dtype of sums, because the ranks' shares are rounded only after they are added.
+            d_sink = chunked.sink_gradient(replace(ring.whole, sink=sink.to(lse.dtype)), lse, delta)
         for grad in (d_sink, d_table):
             if grad is not None:
                 dist.all_reduce(grad, group=ring.group)
-        return (
-            None,
-            dq,
-            dk,
-            dv,
-            d_sink,
-            None if d_table is None or table is None else d_table.to(table.dtype),
-        )
+        d_sink = None if d_sink is None or sink is None else d_sink.to(sink.dtype)
+        d_table = None if d_table is None or table is None else d_table.to(table.dtype)
+        return None, dq, dk, dv, d_sink, d_table
