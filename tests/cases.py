@@ -563,7 +563,7 @@ def reduce_bias(inputs: Inputs, grad: np.ndarray, absolute: bool = False) -> np.
     return summed.sum(0, keepdims=True) if tensor.shape[0] == 1 else summed
 
 
-def oracle(inputs: Inputs, fused: bool = False) -> Answer:
+def oracle(inputs: Inputs, fused: bool = False, partial: bool = False) -> Answer:
     """Return the formula and its gradient in longdouble, each step with its rounding.
 
     "The error budget" in docs/explanation/numerics.md derives them. The error of `x` is named `e_x`. u is the
@@ -572,6 +572,9 @@ def oracle(inputs: Inputs, fused: bool = False) -> Answer:
 
     fused: by PyTorch's fused attention on the CPU, which takes exponentials that are right to 20 units in the
     last place, sums scores in another order for the gradient, and adds gradients in the case's own dtype.
+
+    partial: by several processes, whose partial outputs and gradients are rounded to the case's dtype before
+    they are added.
     """
     case = inputs.case
     b, h, g, t, s, d, width = case.sizes
@@ -581,6 +584,7 @@ def oracle(inputs: Inputs, fused: bool = False) -> Answer:
     computed = torch.float64 if case.dtype == torch.float64 else torch.float32
     u, low = torch.finfo(computed).eps / 2, torch.finfo(case.dtype).eps / 2
     exp, additions = (40, t // BLOCK) if fused else (4, 0)
+    of_parts = low if partial else 0  # relative to the sum of absolute values
 
     def summed(n: int) -> float:
         """The error of a sum of n products, relative to the sum of their absolute values."""
@@ -635,7 +639,7 @@ def oracle(inputs: Inputs, fused: bool = False) -> Answer:
         e_used, e_weighed = e_weight + rounding, e_again + rounding
 
         out, most = weight @ v, weight @ abs(v)
-        e_out = e_used @ abs(v) + summed(s + s // BLOCK) * most
+        e_out = e_used @ abs(v) + (summed(s + s // BLOCK) + of_parts) * most
         stored_twice = fused and inputs.sink is not None  # flex joins the sink to an output that is rounded
         e_out = e_out + (1 + stored_twice) * low * (abs(out) + e_out) + tiny(case.dtype)
 
@@ -655,7 +659,8 @@ def oracle(inputs: Inputs, fused: bool = False) -> Answer:
         def gradient(factor: np.ndarray, e_factor: np.ndarray, x: np.ndarray, by: Any) -> Any:
             """factor · x, a sum over n, times a number; and its error before it is rounded."""
             most = abs(factor) @ abs(x)
-            return by * (factor @ x), abs(by) * (e_factor @ abs(x) + summed(1 + factor.shape[-1]) * most)
+            relative = summed(1 + factor.shape[-1]) + of_parts
+            return by * (factor @ x), abs(by) * (e_factor @ abs(x) + relative * most)
 
         def rounded(value: np.ndarray, error: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             """Sum the heads that share a key, `[b, h, …]` → `[b, g, …]`, perhaps in the case's own dtype."""

@@ -21,6 +21,7 @@ from manyheads.masks.algebra import (
     Not,
     Only,
     Or,
+    Span,
     can_read_cheaply,
     check_indices,
     check_positions,
@@ -51,6 +52,6 @@ from manyheads.masks.leaves import (
 __all__ = [
     "FAR", "AfterSameToken", "And", "AtPositions", "Band", "Causal", "Diagonal", "Documents", "Drop", "Full",
     "Ids", "Keep", "Keys", "Lengths", "Mask", "Normal", "Not", "Only", "Or", "Prefix", "Rule", "SameToken",
-    "Window", "band_mask", "can_read_cheaply", "check_indices", "check_positions", "look_up_positions",
-    "min_max", "scatter_positions", "select_positions",
+    "Span", "Window", "band_mask", "can_read_cheaply", "check_indices", "check_positions",
+    "look_up_positions", "min_max", "scatter_positions", "select_positions",
 ]  # fmt: skip

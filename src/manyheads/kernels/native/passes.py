@@ -81,7 +81,7 @@ def backward(
         or isinstance(bias, ALiBi)
         or (isinstance(bias, Dense) and bias.values.shape[-1:] == (shape.s,))
     )
-    grads = _differentiate(problem, out, lse, d_out, d_lse, bias) if supported else None
+    grads = differentiate(problem, out, lse, d_out, d_lse, bias) if supported else None
     if grads is not None:
         return grads
     d_lse = torch.zeros_like(lse) if d_lse is None else d_lse
@@ -91,7 +91,7 @@ def backward(
         return chunked.backward(problem, out, lse, d_out, d_lse, list(needs))
 
 
-def _differentiate(
+def differentiate(
     problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, bias: Bias | None
 ) -> list[Tensor | None] | None:
     """Return the gradients as computed by the library, or None if a number isn't finite."""
