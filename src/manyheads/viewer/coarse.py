@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from manyheads.problem import Problem
-from manyheads.viewer.cells import SCALE, Cell, areas, count_cells, pool_max, pool_sum, ratio, write_corner
+from manyheads.viewer.cells import (
+    SCALE,
+    Cell,
+    areas,
+    count_cells,
+    pool_max,
+    pool_sum,
+    ratio,
+    sizes,
+    write_corner,
+)
 
 
 class Strip(NamedTuple):
@@ -91,15 +101,25 @@ class CoarseLevels:
     def finish(self) -> None:
         """Compute the levels after the first."""
         sums, largest, visible = self._sums, self._largest, self._visible
+        del self._sums, self._largest, self._visible
         for n, cell in enumerate(self.cells[1:], 1):
-            mean = (sums / areas(self.queries, self.keys, cell)).mul_(SCALE).half()
-            self._levels.append(torch.stack((mean, largest)).masked_fill_(~visible, math.nan))
+            finer = sums, largest, visible
             if n + 1 < len(self.cells):
                 size = ratio(self.cells[n + 1], cell)
                 sums = pool_sum(sums, *size)
-                largest = pool_max(largest.float(), *size).half()
-                visible = pool_max(visible.float(), *size) > 0
-        del self._sums, self._largest, self._visible
+                largest = pool_max(largest, *size)
+                visible = pool_max(visible.half(), *size) > 0
+            self._levels.append(self._pack(*finer, cell))
+
+    def _pack(self, sums: Tensor, largest: Tensor, visible: Tensor, cell: Cell) -> Tensor:
+        """Return the cells of a level, `[2, r, c]`; `sums` and `visible` are overwritten, to save memory."""
+        cells = torch.empty(2, *sums.shape, dtype=torch.float16)
+        heights, widths = (
+            sizes(indices, side) for indices, side in zip((self.queries, self.keys), cell, strict=True)
+        )
+        cells[0] = sums.mul_(SCALE).div_(heights[:, None]).div_(widths)
+        cells[1] = largest
+        return cells.masked_fill_(visible.logical_not_(), math.nan)
 
     def tile(self, level: int, x: int, y: int) -> Tensor:
         """Return the cells of a tile in column x and row y, `[2, r, c]`.

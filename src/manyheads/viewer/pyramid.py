@@ -31,6 +31,7 @@ SIDE = 256  # cells per side of a tile
 MAX_WEIGHTS = 2**24  # largest tile that is computed on request: 4,096 × 4,096 weights
 ELONGATED = 4  # a matrix this many times as long as wide has cells that aren't square
 STEP = 2**27  # weights per step of a scan, which then takes about 0.1 s
+STEP_KEYS = 2**15  # keys that a kernel reads at a time in a scan, because it copies them
 BLOCK = 2**20  # weights in memory at a time, unless a kernel computes fused statistics
 
 
@@ -246,8 +247,9 @@ class Pyramid:
         separately.
         """
         cells = torch.zeros(2, *count_cells(rows, cols, cell))
+        parts = [cols[start : start + STEP_KEYS] for start in range(0, len(cols), STEP_KEYS)]
         for queries in split_cells(rows, cell.rows):
-            for keys in split_cells(cols, cell.cols):
+            for keys in (keys for part in parts for keys in split_cells(part, cell.cols)):
                 shape = count_cells(queries, keys, cell)
                 mean, largest, *numbers = self._statistics(
                     queries, keys, *shape, with_marginals=marginals is not None
