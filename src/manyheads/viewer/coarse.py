@@ -53,7 +53,7 @@ class CoarseLevels:
         self._strips: dict[int, Strip] = {}  # by row of tiles
         second = count_cells(self.queries, self.keys, cells[1])
         self._sums = torch.zeros(second)
-        self._largest = torch.zeros(second, dtype=torch.float16)
+        self._second = torch.zeros(2, *second, dtype=torch.float16)  # the maxima; means follow in `finish`
         self._visible = torch.zeros(second, dtype=torch.bool)
         self._levels: list[Tensor] = []  # from the second on, [2, r, c]
 
@@ -87,7 +87,7 @@ class CoarseLevels:
         i, j = rows.start // coarse.rows, cols.start // coarse.cols
         size = ratio(coarse, fine)
         write_corner(self._sums[i:, j:], pool_sum(cells[0] * areas(rows, cols, fine), *size))
-        write_corner(self._largest[i:, j:], pool_max(packed[1].float().nan_to_num_(), *size).half())
+        write_corner(self._second[1, i:, j:], pool_max(packed[1].nan_to_num(), *size))
         write_corner(self._visible[i:, j:], pool_max((~masked).float(), *size) > 0)
 
     def _empty_strip(self, y: int) -> Strip:
@@ -100,26 +100,21 @@ class CoarseLevels:
 
     def finish(self) -> None:
         """Compute the levels after the first."""
-        sums, largest, visible = self._sums, self._largest, self._visible
-        del self._sums, self._largest, self._visible
-        for n, cell in enumerate(self.cells[1:], 1):
-            finer = sums, largest, visible
-            if n + 1 < len(self.cells):
-                size = ratio(self.cells[n + 1], cell)
-                sums = pool_sum(sums, *size)
-                largest = pool_max(largest, *size)
-                visible = pool_max(visible.half(), *size) > 0
-            self._levels.append(self._pack(*finer, cell))
-
-    def _pack(self, sums: Tensor, largest: Tensor, visible: Tensor, cell: Cell) -> Tensor:
-        """Return the cells of a level, `[2, r, c]`; `sums` and `visible` are overwritten, to save memory."""
-        cells = torch.empty(2, *sums.shape, dtype=torch.float16)
-        heights, widths = (
-            sizes(indices, side) for indices, side in zip((self.queries, self.keys), cell, strict=True)
-        )
-        cells[0] = sums.mul_(SCALE).div_(heights[:, None]).div_(widths)
-        cells[1] = largest
-        return cells.masked_fill_(visible.logical_not_(), math.nan)
+        sums, level, visible = self._sums, self._second, self._visible
+        del self._sums, self._second, self._visible
+        for cell, next_cell in zip(self.cells[1:], (*self.cells[2:], None), strict=True):
+            if next_cell is not None:
+                size = ratio(next_cell, cell)
+                pooled = pool_sum(sums, *size), pool_max(level[1], *size), pool_max(visible.half(), *size) > 0
+            # In place, because this is the peak of the viewer's memory.
+            heights, widths = (
+                sizes(tokens, side) for tokens, side in zip((self.queries, self.keys), cell, strict=True)
+            )
+            level[0] = sums.mul_(SCALE).div_(heights[:, None]).div_(widths)
+            self._levels.append(level.masked_fill_(visible.logical_not_(), math.nan))
+            if next_cell is not None:
+                sums, largest, visible = pooled
+                level = torch.stack((largest, largest))
 
     def tile(self, level: int, x: int, y: int) -> Tensor:
         """Return the cells of a tile in column x and row y, `[2, r, c]`.
