@@ -3,7 +3,8 @@
     runs                                     the runs, their layers, and the names of head scores, JSON
     tokens/RUN/LAYER/BATCH                   labels of "queries" and "keys" (lists or null), as "first" the
                                              position of the first query, null in cross-attention, and as
-                                             "text" how the keys are pieces of a text, or null; JSON
+                                             "text" how the keys are pieces of a text, or null; likewise
+                                             "query_text" in cross-attention; JSON
     scores/RUN/LAYER/BATCH                   head scores of every head, and as "patterns" what each attends to
                                              in words, or null; JSON
     tiles/RUN/LAYER/HEAD/LEVEL/X/Y/BATCH     cells of weights (`pyramid.Tile`), binary
@@ -32,6 +33,7 @@
     difference/PLACE/PLACE/I0/I1/J0/J1/POOLING/SCALE/FORMAT
                                              likewise the weights of a head minus those of another, each with
                                              its "RUN,LAYER,HEAD,BATCH" as PLACE
+    comparison/…                             likewise two heads beside each other
 
 Over HTTP they are below `data/`. RUN, LAYER, HEAD and BATCH count from 0. Binary responses are four
 little-endian uint32 (sampled, planes, rows, columns), then float16 times 2^15, or plain float32 in
@@ -311,7 +313,8 @@ class Api:
             "scores": (self._scores, BACKGROUND),
             "findings": (self._findings, BACKGROUND),
             "figure": (self._figure, NORMAL),
-            "difference": (self._difference, NORMAL),
+            "difference": (partial(self._two_heads, "difference"), NORMAL),
+            "comparison": (partial(self._two_heads, "comparison"), NORMAL),
         }
 
     def request(self, address: str) -> Future[Response]:
@@ -404,7 +407,12 @@ class Api:
             positions = range(first, first + call.shape[2])
             queries = [labels[n] if 0 <= n < len(labels) else "" for n in positions]
         text = _describe_text(keys) if isinstance(keys, TokenizedText) else None
-        return json.dumps({"queries": queries, "keys": labels, "first": first, "text": text})
+        described = {"queries": queries, "keys": labels, "first": first, "text": text}
+        if first is None and isinstance(call, AttentionMap):
+            read = _read_queries(self._run(run), layer, b)
+            described["queries"] = None if read is None else list(read)
+            described["query_text"] = _describe_text(read) if isinstance(read, TokenizedText) else None
+        return json.dumps(described)
 
     def _scores(self, run: str, number: str, batch: str) -> Steps:
         layer, b = self._layer(run, number, batch)
@@ -586,10 +594,11 @@ class Api:
             )
         )
 
-    def _difference(
+    def _two_heads(
         self,
+        kind: str,
         place: str,
-        other: str,
+        second: str,
         i0: str,
         i1: str,
         j0: str,
@@ -598,8 +607,8 @@ class Api:
         scale: str,
         format: str,
     ) -> Steps:
-        places = [parse_place(place), parse_place(other)]
-        head, subtracted = (self._pyramid(*each) for each in places)
+        places = [parse_place(place), parse_place(second)]
+        head, other = (self._pyramid(*each) for each in places)
         names, sources = [], []
         for run, number, index, batch in places:
             layer, b = self._layer(run, number, batch)
@@ -608,17 +617,17 @@ class Api:
         run, number, _, batch = places[0]
         layer, b = self._layer(run, number, batch)
         lines = [f"{name}: {source}" for name, source in zip(names, sources, strict=True)]
-        return (
-            yield from pictures.draw_difference(
-                (head, subtracted),
-                parse_range(i0, i1, head.t, "query"),
-                parse_range(j0, j1, head.s, "key"),
-                **parse_drawing(pooling, scale, format),
-                first=first_position(layer.map, b),
-                title=f"difference: {' − '.join(names)}",
-                sources=sources[:1] if sources[0] == sources[1] else lines,
-            )
-        )
+        part = parse_range(i0, i1, head.t, "query"), parse_range(j0, j1, head.s, "key")
+        drawing: dict[str, Any] = {
+            **parse_drawing(pooling, scale, format),
+            "first": first_position(layer.map, b),
+            "sources": sources[:1] if sources[0] == sources[1] else lines,
+        }
+        if kind == "comparison":
+            titles = names[0], names[1]
+            return (yield from pictures.draw_comparison((head, other), *part, **drawing, titles=titles))
+        title = f"difference: {' − '.join(names)}"
+        return (yield from pictures.draw_difference((head, other), *part, **drawing, title=title))
 
     def _findings(self, run: str, batch: str) -> Steps:
         viewed = self._run(run)
@@ -636,6 +645,26 @@ def _have_same_tokens(layer: Layer, other: Layer, batch: int) -> bool:
         and first_position(layer.call, batch) == first_position(other.map, batch)
         and sequence_labels(layer.call.tokens, batch) == sequence_labels(other.map.tokens, batch)
     )
+
+
+def _read_queries(run: ViewedRun, cross: Layer, batch: int) -> TokenizedText | tuple[str, ...] | None:
+    """Return the labels of the queries of cross-attention: the keys of the decoder's self-attention.
+
+    This is the nearest layer before it, else after it, of self-attention over as many tokens as there are
+    queries, of which all have labels. None if there is none.
+    """
+    queries = cross.call.shape[2]
+    alike = [
+        layer
+        for layer in run.layers
+        if isinstance(layer.call, AttentionMap)
+        and layer.call.shape[2:] == (queries, queries)
+        and batch < layer.call.shape[0]
+        and sequence_labels(layer.call.tokens, batch) is not None
+    ]
+    before = [layer for layer in alike if layer.number < cross.number]
+    nearest = before[-1] if before else next(iter(alike), None)
+    return None if nearest is None else sequence_labels(nearest.call.tokens, batch)
 
 
 def _read_text(run: ViewedRun, batch: int) -> str | None:

@@ -31,7 +31,7 @@ SIDE = 256  # cells per side of a tile
 MAX_WEIGHTS = 2**24  # largest tile that is computed on request: 4,096 × 4,096 weights
 ELONGATED = 4  # a matrix this many times as long as wide has cells that aren't square
 STEP = 2**27  # weights per step of a scan, which then takes about 0.1 s
-STEP_KEYS = 2**15  # keys per step of a scan; more queries per step are faster, and kernels copy the keys
+STEP_KEYS = 2**16  # keys per step of a scan; more queries per step are faster, and kernels copy the keys
 BLOCK = 2**20  # weights in memory at a time, unless a kernel computes fused statistics
 
 

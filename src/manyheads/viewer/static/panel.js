@@ -5,7 +5,7 @@ const PAUSE = 60; // milliseconds that the crosshair must rest before data are r
 const CONTEXT = 6, LETTERS = 20; // tokens and characters before a key that are shown with it
 const CHART = 96; // pixels: the height of the chart of a row
 const AXIS = { left: 44, right: 12, above: 8, below: 20 }; // pixels around the chart
-const HINT = "Hover over a weight, or pin it by a click or tap: its query's weights over all keys appear here, and how the weight is computed.";
+const HINT = "Point at a weight, or pin it by a click or tap: its query's weights over all keys appear here, and how the weight is computed.";
 
 class SidePanel {
   // side: the element that has the panels.
