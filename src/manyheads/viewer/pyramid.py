@@ -31,8 +31,9 @@ SIDE = 256  # cells per side of a tile
 MAX_WEIGHTS = 2**24  # largest tile that is computed on request: 4,096 × 4,096 weights
 ELONGATED = 4  # a matrix this many times as long as wide has cells that aren't square
 STEP = 2**27  # weights per step of a scan, which then takes about 0.1 s
-STEP_KEYS = 2**16  # keys per step of a scan; more queries per step are faster, and kernels copy the keys
+STEP_KEYS = 2**15  # keys per step of a scan; more queries per step are faster, and kernels copy the keys
 BLOCK = 2**20  # weights in memory at a time, unless a kernel computes fused statistics
+SAMPLE_BLOCK = 2**19  # the same while tiles are estimated, where each weight needs several numbers
 
 
 class Marginals(NamedTuple):
@@ -294,7 +295,7 @@ class Pyramid:
         starts = torch.arange(rows.start, rows.stop, cell.rows)
         middle = (starts + cell.rows // 2).clamp(max=rows.stop - 1)  # [r]
         blocks = []
-        for index in middle.split(max(1, BLOCK // self.s)):
+        for index in middle.split(max(1, SAMPLE_BLOCK // self.s)):
             score = scores.tile(self.problem, index)  # [1, 1, r, s]
             sink = score.new_tensor([-math.inf]) if self.problem.sink is None else self.problem.sink.to(score)
             lse = torch.logaddexp(score.logsumexp(-1), sink[:, None])

@@ -28,8 +28,9 @@ from manyheads import scores
 from manyheads.observe import Recording
 from manyheads.viewer import api as api_module
 from manyheads.viewer import assets, pyramid
-from manyheads.viewer.api import Api, FileChanged, Layer, ViewedRun
+from manyheads.viewer.api import Api
 from manyheads.viewer.pyramid import SCALE, Pyramid
+from manyheads.viewer.runs import FileChanged, Layer, ViewedRun
 from manyheads.viewer.server import Server
 from manyheads.viewer.worker import BACKGROUND, URGENT, Worker
 from tests.waiting import HANG, wait_until
