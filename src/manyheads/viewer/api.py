@@ -476,16 +476,16 @@ class Api:
             sources.append(name_source(self._run(run), layer, b))
         run, number, _, batch = places[0]
         layer, b = self._layer(run, number, batch)
-        lines = [f"{name}: {source}" for name, source in zip(names, sources, strict=True)]
         part = parse_range(i0, i1, head.t, "query"), parse_range(j0, j1, head.s, "key")
         drawing: dict[str, Any] = {
             **parse_drawing(pooling, scale, format),
             "first": first_position(layer.map, b),
-            "sources": sources[:1] if sources[0] == sources[1] else lines,
         }
         if kind == "comparison":
-            titles = names[0], names[1]
-            return (yield from pictures.draw_comparison((head, other), *part, **drawing, titles=titles))
+            each = {"titles": tuple(names), "sources": tuple(sources)}
+            return (yield from pictures.draw_comparison((head, other), *part, **drawing, **each))
+        lines = [f"{name}: {source}" for name, source in zip(names, sources, strict=True)]
+        drawing["sources"] = sources[:1] if sources[0] == sources[1] else lines
         title = f"difference: {' − '.join(names)}"
         return (yield from pictures.draw_difference((head, other), *part, **drawing, title=title))
 

@@ -84,7 +84,7 @@ def draw_view(
         pooling,
         scale,
         (title,),
-        "\n".join([*([source] if source else []), *_name_part(pyramid, rows, cols)]),
+        ["\n".join([*([source] if source else []), *_name_part(pyramid, rows, cols)])],
         format,
         _read_text(pyramid),
     )
@@ -153,7 +153,7 @@ def draw_comparison(
     scale: str = "sqrt",
     first: int | None = 0,
     titles: tuple[str, str] = ("", ""),
-    sources: Sequence[str] = (),
+    sources: tuple[str, str] = ("", ""),
     format: str = "svg",
 ) -> Generator[None, None, bytes]:
     """Draw the weights of two heads beside each other, in the same colours, and yield between the steps.
@@ -166,7 +166,7 @@ def draw_comparison(
         scale: The scale of the colours: "sqrt", "linear" or "log".
         first: The position of query 0 among the keys; None in cross-attention.
         titles: The title of each head.
-        sources: What each head belongs to, for the lines below the titles.
+        sources: What each head belongs to, for the lines below its title.
         format: "svg" or "pdf".
 
     Returns:
@@ -192,7 +192,7 @@ def draw_comparison(
         pooling,
         scale,
         titles,
-        "\n".join([*sources, *_name_part(head, rows, cols)]),
+        ["\n".join([source, *_name_part(head, rows, cols)]) for source in sources],
         format,
         _read_text(head),
     )
@@ -281,7 +281,7 @@ def _render(
     pooling: str,
     scale: str,
     titles: tuple[str, ...],
-    subtitle: str,
+    subtitles: Sequence[str],
     format: str,
     text: str | None,
 ) -> bytes:
@@ -306,7 +306,7 @@ def _render(
         None,
         norm=norm,
         first=(rows.start, cols.start),
-        subtitle=subtitle,
+        subtitles=subtitles,
         strips=strips,
         bar_ticks=color_ticks(top, scale),
     )
@@ -344,7 +344,7 @@ def _render_difference(
         None,
         norm=norm,
         first=(rows.start, cols.start),
-        subtitle=titles[1],
+        subtitles=titles[1:],
         bar_ticks=[(value, name.replace("-", "−")) for value, name in ticks],
         colors=DIFFERENCES,
     )

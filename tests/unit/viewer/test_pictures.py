@@ -243,8 +243,11 @@ def test_a_figure_of_two_heads_has_both_and_one_scale() -> None:
         shown = [image for image in images if image.size[0] > 1][:2]
         for image, amap, head in zip(shown, (one, other), (1, 0), strict=True):
             pixels = np.asarray(image).astype(int)[::-1]
-            side = pixels.shape[1] // t
-            cells = pixels[side // 2 :: side, side // 2 :: side]
+            middles = [
+                ((np.arange(n) + 0.5) * size / n).astype(int)
+                for n, size in zip((t - 2, t), pixels.shape[:2], strict=True)
+            ]
+            cells = pixels[np.ix_(*middles)]
             weights = amap[0, head, 2:].numpy()
             assert ((cells[..., 3] == 0) == (weights == 0)).all()
             clear = weights > 0
