@@ -65,7 +65,7 @@ from manyheads.measures import UNITS
 from manyheads.observe.summaries import Call
 from manyheads.observe.table import COLUMNS
 from manyheads.tokens import TokenizedText
-from manyheads.viewer import findings, looking, pictures
+from manyheads.viewer import assets, findings, looking, pictures
 from manyheads.viewer.addresses import (
     parse_drawing,
     parse_heads,
@@ -223,8 +223,6 @@ class Api:
         return pyramid
 
     def _runs(self) -> str:
-        from matplotlib import colormaps
-
         most = max(run.layers[0].call.shape[0] for run in self.runs)
         texts = [[read_text(run, b) for run in self.runs] for b in range(most)]  # by sequence and run
         parts = [tell_apart(each) for each in texts]
@@ -242,17 +240,16 @@ class Api:
                 }
             )
 
-        def colors(name: str) -> str:
-            return bytes(colormaps[name](range(256), bytes=True)[:, :3]).hex()
-
+        # matplotlib's colour maps as a file: importing it would take 15 MB.
+        colors = json.loads(assets.read("colors.json"))
         info = {
             "runs": runs,
             "side": SIDE,
             "max_weights": MAX_WEIGHTS,
             "block_weights": BLOCK_WEIGHTS,
             # These maps are legible without colour vision.
-            "colors": colors("viridis"),
-            "differences": {"light": colors(pictures.DIFFERENCES), "dark": colors("berlin")},
+            "colors": colors["viridis"],
+            "differences": {"light": colors[pictures.DIFFERENCES], "dark": colors["berlin"]},
             "scores": {name: UNITS.get(name, "") for name in COLUMNS},
         }
         return json.dumps(info)

@@ -33,7 +33,7 @@ ELONGATED = 4  # a matrix this many times as long as wide has cells that aren't 
 STEP = 2**27  # weights per step of a scan, which then takes about 0.1 s
 STEP_KEYS = 2**15  # keys per step of a scan; more queries per step are faster, and kernels copy the keys
 BLOCK = 2**20  # weights in memory at a time, unless a kernel computes fused statistics
-SAMPLE_BLOCK = 2**19  # the same while tiles are estimated, where each weight needs several numbers
+SAMPLE_BLOCK = 2**18  # the same while tiles are estimated, where each weight needs several numbers
 
 
 class Marginals(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import re
 from typing import Any
 from xml.etree import ElementTree
@@ -11,11 +12,12 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+from matplotlib import colormaps
 from PIL import Image
 
 import manyheads as mh
 from manyheads.figures import heatmaps, strips
-from manyheads.viewer import pictures
+from manyheads.viewer import assets, pictures
 from manyheads.viewer.api import Api
 from manyheads.viewer.pyramid import Pyramid
 
@@ -264,3 +266,9 @@ def test_a_figure_of_two_heads_needs_one_size_and_labels_only_what_both_have() -
     assert isinstance(svg, bytes)
     assert "cat" not in re.findall(r"<text[^>]*>(?:<tspan[^>]*>)?([^<]*)<", svg.decode())
     api.close()
+
+
+def test_the_pages_colours_are_those_of_figures() -> None:
+    for name, colors in json.loads(assets.read("colors.json")).items():
+        assert bytes(colormaps[name](range(256), bytes=True)[:, :3]).hex() == colors
+    assert pictures.DIFFERENCES in json.loads(assets.read("colors.json"))
