@@ -159,7 +159,7 @@ def test_a_page_of_a_long_text_begins_with_a_word(page: Page, served: list[Serve
     expect(page.locator("aside h2")).to_have_text("机 5,003")
 
 
-def test_a_text_opens_at_its_last_word(page: Page, served: list[Server]) -> None:
+def test_a_text_opens_at_its_last_token(page: Page, served: list[Server]) -> None:
     """The first token of a causal model attends to itself only; the last one to the whole text."""
     words = [f" w{n}" for n in range(4_997)]
     amap = a_map(5_000).labelled(mh.TokenizedText(("<s>", *words, " ", "</s>"), (0, 4_999)))

@@ -178,11 +178,11 @@ class SidePanel {
       element.append(`key ${count(key)}`);
       return element;
     }
-    const [start, stop] = tokens.unit(key), first = Math.max(0, start - CONTEXT);
+    const [start, stop] = tokens.unit(key), [first] = tokens.unit(Math.max(0, start - CONTEXT));
     const text = (from, to) => (tokens.pieces ? tokens.text(from, to) : tokens.keys.slice(from, to).join(" ") + (to === start ? " " : ""));
     const written = tokens.pieces ? text(start, stop) : "", isBlank = !/\S/.test(written) || written.includes("\n");
     const name = isBlank ? tokens.keys[key] : written; // labels mark blanks and the ends of lines
-    const before = Array.from(text(first, start).replaceAll(/\s+/g, " ")).slice(-LETTERS).join("");
+    const before = Array.from(letters.segment(text(first, start).replaceAll(/\s+/g, " ")), ({ segment }) => segment).slice(-LETTERS).join("");
     const context = make("span", { class: "muted" }, start > 0 ? `…${before}` : "");
     element.append(make("bdi", {}, context, make("mark", {}, name)), make("span", { class: "muted" }, ` ${count(key)}`));
     return element;

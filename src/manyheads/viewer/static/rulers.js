@@ -78,7 +78,8 @@ function middleOf({ n, tokens }, shift, size, from, length) {
 function labelOf(context, tokens, names, n, offset, isAll, width) {
   if (!names) return count(n);
   const number = ` ${count(n)}`, name = (isAll ? null : tokens.whole(n + offset)) ?? names[n];
-  return isolated(fitting(context, name, width - context.measureText(number).width)) + number;
+  const shown = fitting(context, name, width - context.measureText(number).width);
+  return shown === "…" && name !== shown ? count(n) : isolated(shown) + number;
 }
 
 // Leave out labels that would overlap the one before, or the chosen one. Each has a middle `at` and a `size`, in pixels.

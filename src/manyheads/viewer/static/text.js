@@ -38,12 +38,12 @@ class TextPage {
     await this.select(wanted ?? (isOn ? this.shown : this.first));
   }
 
-  // The token to show if none is selected: the last word that is a query, which attends to the text before it, or to all of it.
-  // The first token of a causal model attends to itself only.
+  // The token to show if none is selected: the last query that isn't blank or special, which attends to the text before it, or to
+  // all of it. The first token of a causal model attends to itself only.
   lastToShow() {
     const { tokens, layer: { shape: [, , t, s] } } = this, end = tokens.first === null ? s : Math.min(s, tokens.first + t);
-    const isWord = (n) => !tokens.special.has(n) && /\S/.test(tokens.pieces?.[n] ?? this.names[n]);
-    for (let n = end - 1; n > 0; n--) if (isWord(n)) return n;
+    const isText = (n) => !tokens.special.has(n) && /\S/.test(tokens.pieces?.[n] ?? this.names[n]);
+    for (let n = end - 1; n > 0; n--) if (isText(n)) return n;
     return Math.max(0, end - 1);
   }
 
