@@ -479,8 +479,8 @@ class Api:
             "first": first_position(layer.map, b),
         }
         if kind == "comparison":
-            each = {"titles": tuple(names), "sources": tuple(sources)}
-            return (yield from pictures.draw_comparison((head, other), *part, **drawing, **each))
+            drawing |= {"titles": (names[0], names[1]), "sources": (sources[0], sources[1])}
+            return (yield from pictures.draw_comparison((head, other), *part, **drawing))
         lines = [f"{name}: {source}" for name, source in zip(names, sources, strict=True)]
         drawing["sources"] = sources[:1] if sources[0] == sources[1] else lines
         title = f"difference: {' − '.join(names)}"
