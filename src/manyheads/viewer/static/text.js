@@ -43,7 +43,7 @@ class TextPage {
   lastToShow() {
     const { tokens, layer: { shape: [, , t, s] } } = this, end = tokens.first === null ? s : Math.min(s, tokens.first + t);
     const isText = (n) => !tokens.special.has(n) && /\S/.test(tokens.pieces?.[n] ?? this.names[n]);
-    for (let n = end - 1; n > 0; n--) if (isText(n)) return n;
+    for (let n = end - 1; n > 0; n--) if (isText(n)) return Math.min(end, tokens.unit(n)[1]) - 1; // the last token of a character
     return Math.max(0, end - 1);
   }
 
