@@ -50,6 +50,7 @@ python_use_unqualified_type_names = True
 
 html_math_renderer = "mathml"
 html_theme = "furo"
+pygments_dark_style = "github-dark"  # Furo's own underlines imported names as if they were links
 html_title = "manyheads"
 html_favicon = "../src/manyheads/viewer/static/icon.svg"
 html_static_path = ["_static"]

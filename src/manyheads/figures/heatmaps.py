@@ -151,7 +151,7 @@ def draw_row(
     *,
     norm: Normalize | None = None,
     first: tuple[int, int] = (0, 0),
-    subtitle: str = "",
+    subtitles: Sequence[str] = (),
     strips: Strips | None = None,
     bar_ticks: BarTicks | None = None,
     colors: str | None = None,
@@ -166,7 +166,7 @@ def draw_row(
         title: The title of the figure.
         norm: The scale of all groups. Default: `weight_scale` of each.
         first: The positions of the first query and of the first key.
-        subtitle: Lines below the titles, in a smaller size.
+        subtitles: Lines below each title, in a smaller size. Default: none.
         strips: The numbers at the edges of a single panel.
         bar_ticks: The ticks of the colour bars. Default: a few round weights.
         colors: The name of a colour map. Default: that of weights.
@@ -179,9 +179,10 @@ def draw_row(
     y_ticks = make_ticks(labels[0], panels[0].t, height, first[0])
     x_ticks = make_ticks(labels[1], panels[0].s, width, first[1])
     room = width if len(panels) > 1 else max(width + 0.6, 3.6)
-    subtitle = _wrap(subtitle, SUBTITLES, room)
+    subtitles = [_wrap(subtitle, SUBTITLES, room) for subtitle in subtitles or [""] * len(panels)]
+    lines = max(subtitle.count("\n") + 1 if subtitle else 0 for subtitle in subtitles)
     above = 0.0 if strips is None else STRIP_SIZE + STRIP_GAP  # inches between panels and titles
-    below = above + (subtitle.count("\n") + 1) * SUBTITLES * LEADING / 72 if subtitle else above
+    below = above + lines * SUBTITLES * LEADING / 72
     size = len(panels) * (width + 0.15) + 1.7 * len(groups) + y_ticks.width, height + 1.3 + x_ticks.height
     size = size[0] + above, size[1] + below
     figure = Picture(figsize=size, dpi=DPI, layout="constrained")
@@ -193,7 +194,7 @@ def draw_row(
             image = draw_heatmap(axes, panel, scale, inches, colors or WEIGHT)
         bar = {"ax": group_axes, "pad": 0.02, "aspect": height / 0.16}
         add_weight_bar(image, group, height, bar_label, bar_ticks, **bar)
-    for axes, name in zip(all_axes, titles, strict=True):
+    for axes, name, subtitle in zip(all_axes, titles, subtitles, strict=True):
         axes.yaxis.set_visible(axes is all_axes[0])
         set_ticks(axes.yaxis, y_ticks)
         set_ticks(axes.xaxis, x_ticks)
@@ -212,7 +213,7 @@ def draw_row(
         axes.set_xlabel(_axis_label("key", 1, panels), fontsize=10)
     all_axes[0].set_ylabel(_axis_label("query", 0, panels), fontsize=10)
     set_title(figure, title, 12)
-    if note := lacking("".join([*y_ticks.labels, *x_ticks.labels, *titles, subtitle, title or ""])):
+    if note := lacking("".join([*y_ticks.labels, *x_ticks.labels, *titles, *subtitles, title or ""])):
         set_text(figure.supxlabel, note, 8, size[0])
     return figure
 

@@ -3,7 +3,8 @@
     runs                                     the runs, their layers, and the names of head scores, JSON
     tokens/RUN/LAYER/BATCH                   labels of "queries" and "keys" (lists or null), as "first" the
                                              position of the first query, null in cross-attention, and as
-                                             "text" how the keys are pieces of a text, or null; JSON
+                                             "text" how the keys are pieces of a text, or null; likewise
+                                             "query_text" in cross-attention; JSON
     scores/RUN/LAYER/BATCH                   head scores of every head, and as "patterns" what each attends to
                                              in words, or null; JSON
     tiles/RUN/LAYER/HEAD/LEVEL/X/Y/BATCH     cells of weights (`pyramid.Tile`), binary
@@ -32,6 +33,7 @@
     difference/PLACE/PLACE/I0/I1/J0/J1/POOLING/SCALE/FORMAT
                                              likewise the weights of a head minus those of another, each with
                                              its "RUN,LAYER,HEAD,BATCH" as PLACE
+    comparison/…                             likewise two heads beside each other
 
 Over HTTP they are below `data/`. RUN, LAYER, HEAD and BATCH count from 0. Binary responses are four
 little-endian uint32 (sampled, planes, rows, columns), then float16 times 2^15, or plain float32 in
@@ -47,53 +49,59 @@ import json
 import math
 import struct
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from os import PathLike, fspath
-from pathlib import Path
 from typing import Any
 
 import torch
 from cachetools import LRUCache
-from torch import Tensor
 
 from manyheads import scores
 from manyheads.highlights import describe_head
 from manyheads.maps import AttentionMap, sequence_labels
 from manyheads.measures import UNITS
-from manyheads.observe import Recording, open_run
-from manyheads.observe.summaries import Call, Reduced
+from manyheads.observe.summaries import Call
 from manyheads.observe.table import COLUMNS
-from manyheads.shapes import kind
 from manyheads.tokens import TokenizedText
-from manyheads.viewer import findings, looking, pictures
+from manyheads.viewer import assets, findings, looking, pictures
+from manyheads.viewer.addresses import (
+    parse_drawing,
+    parse_heads,
+    parse_index,
+    parse_place,
+    parse_range,
+)
+from manyheads.viewer.descriptions import (
+    describe_layer,
+    describe_text,
+    have_same_tokens,
+    name_head,
+    name_source,
+    read_queries,
+    read_text,
+    shorten,
+    tell_apart,
+)
 from manyheads.viewer.explain import explain_weight, profile_row
 from manyheads.viewer.head_scores import head_scores
 from manyheads.viewer.largest import Weight
-from manyheads.viewer.pyramid import MAX_WEIGHTS, SIDE, Pyramid, Tile, level_shifts
+from manyheads.viewer.pyramid import MAX_WEIGHTS, SIDE, Pyramid, Tile
+from manyheads.viewer.runs import FileChanged, Layer, ViewedRun, distinguish, first_position
 from manyheads.viewer.worker import BACKGROUND, NORMAL, URGENT, Worker
 
 PYRAMID_BYTES = 96 * 2**20  # the size of the cache of heads, with the results of their scans
-TILE_BYTES = 8 * 2**20  # the size of the cache of tiles
+TILE_BYTES = 4 * 2**20  # the size of the cache of tiles
 SCAN_TIMEOUT = 3.0  # a scan stops if it wasn't requested for this many seconds
 LINE = 4096  # the number of weights around a token in the response for a row or column
 LARGEST = 12  # the number of largest weights of a row or column
 RANKS = 10_000  # a page can step through this many of the largest weights of a head
-CAPTION = 80  # the number of characters of a text in the caption of a figure
-EXCERPT = 200  # the number of characters of a text in the page's header
-ALIKE = 12  # the number of characters after which texts that begin alike are named by where they differ
-WORD = 20  # the number of characters before that place, at most
 POSITIONAL_SCORES = set(COLUMNS) - {"entropy"}  # they compare positions of queries with positions of keys
 BLOCK_WEIGHTS = 2**21  # the largest number of weights in the response for a block, 8 MB
 
 Response = bytes | str  # binary, or JSON
 Steps = Generator[None, None, Any]  # yields when more urgent requests may run first; returns a response
-
-
-class FileChanged(Exception):
-    """The file of a run, which is mapped into memory, was removed or changed."""
 
 
 def describe_error(error: BaseException) -> str:
@@ -104,152 +112,6 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, LookupError | FileChanged | RuntimeError | ValueError | MemoryError) and text:
         return text
     return f"The viewer couldn't compute this response: {type(error).__name__}{text and f', {text}'}."
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One attention call.
-
-    Attributes:
-        name: The name of the layer.
-        call: The map, or the statistics that were kept.
-        number: The number among all calls.
-        finest: The finest level of tiles; 0 except in exported pages, which may lack single weights.
-    """
-
-    name: str
-    call: AttentionMap | Reduced
-    number: int = 0
-    finest: int = 0
-
-    @property
-    def has_weights(self) -> bool:
-        """Return True unless only statistics were kept."""
-        return isinstance(self.call, AttentionMap)
-
-    @property
-    def map(self) -> AttentionMap:
-        """The map.
-
-        Raises:
-            LookupError: If only statistics were kept.
-        """
-        if isinstance(self.call, AttentionMap):
-            return self.call
-        raise LookupError(f'{self.name} has only statistics. Use observe(..., keep="maps") to see weights.')
-
-
-class ViewedRun:
-    """The layers of a recording, of a single map, or of a file of either."""
-
-    def __init__(
-        self, title: str, layers: list[Layer], provenance: Mapping[str, Any], path: Path | None = None
-    ) -> None:
-        self.title, self.layers, self.provenance, self.path = title, layers, provenance, path
-        self.pictures: list[str] = []  # the URL of the picture of each batch entry
-        self._stamp = _stamp(path)
-
-    @classmethod
-    def of(cls, source: Recording | AttentionMap | str | PathLike[str]) -> ViewedRun:
-        """Return a run.
-
-        Args:
-            source: Recorded attention, one map, or the path of a file of either.
-
-        Returns:
-            The run, with all numbers on the CPU.
-
-        Raises:
-            TypeError: If the source has the wrong type.
-            ValueError: If there is nothing to show, or the file is damaged.
-            OSError: If the file can't be read.
-        """
-        path, title = None, "attention"
-        if isinstance(source, str | PathLike):
-            path = Path(fspath(source))
-            title, source = path.stem, open_run(path)
-        if isinstance(source, AttentionMap):
-            calls: dict[str, list[Any]] = {"": [source]}
-        elif isinstance(source, Recording):
-            calls = {name: source.calls(name) for name in source}
-            title = str(source.provenance.get("model", title))
-        else:
-            raise TypeError(
-                f"Expected Recording, AttentionMap or a path to a file of either, got {kind(source)}."
-            )
-        layers: list[Layer] = []
-        for name, several in calls.items():
-            for n, call in enumerate(several):
-                if all(call.shape):
-                    label = (name or "attention") + (f", call {n}" if len(several) > 1 else "")
-                    if isinstance(call, AttentionMap) and call.problem.q.device.type != "cpu":
-                        call = call.to("cpu")
-                    layers.append(Layer(label, call, len(layers)))
-        if not layers:
-            raise ValueError(
-                "Expected an attention call with a query and a key, got none. "
-                "Record a text of at least one token."
-            )
-        return cls(title, layers, source.provenance, path)
-
-    def check_file(self) -> None:
-        """Raise FileChanged if the file was changed or removed since it was opened."""
-        if self.path is not None and _stamp(self.path) != self._stamp:
-            raise FileChanged(f"{self.path.name} was removed or changed since it was opened. Open it again.")
-
-    def ids(self, amap: AttentionMap) -> Tensor | None:
-        """Return the token ids `[s]` of one sequence: recorded ones, or numbers of labels; None without."""
-        ids, s = self.provenance.get("ids"), amap.shape[3]
-        if isinstance(ids, list | tuple) and len(ids) == s and all(isinstance(n, int) for n in ids):
-            return torch.tensor(ids)
-        keys = sequence_labels(amap.tokens)
-        if keys is None:
-            return None
-        numbers: dict[str, int] = {}
-        return torch.tensor([numbers.setdefault(label, len(numbers)) for label in keys])
-
-
-def _distinguish(runs: Sequence[ViewedRun]) -> None:
-    """Add to each title that several runs have the name of its file, then its folder, and else a number."""
-    for name in (_file_name, _folder_and_file_name):
-        titles = [run.title for run in runs]
-        for run in runs:
-            if titles.count(run.title) > 1 and run.path is not None and name(run.path) != run.title:
-                model = run.title.partition(": ")[0]
-                run.title = name(run.path) if model == run.path.stem else f"{model}: {name(run.path)}"
-    titles = [run.title for run in runs]
-    for n, run in enumerate(runs):
-        if titles.count(run.title) > 1:
-            run.title = f"{run.title} ({n})"
-
-
-def _file_name(path: Path) -> str:
-    return path.stem
-
-
-def _folder_and_file_name(path: Path) -> str:
-    return f"{path.absolute().parent.name}/{path.stem}"
-
-
-def _stamp(path: Path | None) -> tuple[int, ...] | None:
-    """Return numbers that change if a file is changed or replaced; None if there is no file."""
-    try:
-        status = None if path is None else path.stat()
-    except OSError:
-        return None
-    return None if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-def first_position(call: Call, batch: int) -> int | None:
-    """Return the position of the first query, as a key; None in cross-attention.
-
-    The mask of statistics wasn't recorded, so that they count as cross-attention unless t = s.
-    """
-    *_, t, s = call.shape
-    mask, offset = (call.problem.mask, call.problem.offset) if isinstance(call, AttentionMap) else (None, 0)
-    if t != s and (mask is None or mask.normal().band[1] != 0):
-        return None
-    return offset if isinstance(offset, int) else int(offset[batch])
 
 
 @dataclass
@@ -280,7 +142,7 @@ class Api:
         if not sources:
             raise ValueError("Expected a Recording, an AttentionMap or a path, got nothing to show.")
         self.runs = [x if isinstance(x, ViewedRun) else ViewedRun.of(x) for x in sources]
-        _distinguish(self.runs)
+        distinguish(self.runs)
         if picture is not None:
             looking.set_picture(self.runs, picture)
         self.worker = Worker()
@@ -311,7 +173,8 @@ class Api:
             "scores": (self._scores, BACKGROUND),
             "findings": (self._findings, BACKGROUND),
             "figure": (self._figure, NORMAL),
-            "difference": (self._difference, NORMAL),
+            "difference": (partial(self._two_heads, "difference"), NORMAL),
+            "comparison": (partial(self._two_heads, "comparison"), NORMAL),
         }
 
     def request(self, address: str) -> Future[Response]:
@@ -360,11 +223,9 @@ class Api:
         return pyramid
 
     def _runs(self) -> str:
-        from matplotlib import colormaps
-
         most = max(run.layers[0].call.shape[0] for run in self.runs)
-        texts = [[_read_text(run, b) for run in self.runs] for b in range(most)]  # by sequence and run
-        parts = [_tell_apart(each) for each in texts]
+        texts = [[read_text(run, b) for run in self.runs] for b in range(most)]  # by sequence and run
+        parts = [tell_apart(each) for each in texts]
         runs = []
         for n, run in enumerate(self.runs):
             sequences = range(run.layers[0].call.shape[0])
@@ -372,24 +233,23 @@ class Api:
             runs.append(
                 {
                     "title": run.title,
-                    "texts": [_shorten(texts[b][n]) for b in sequences],
+                    "texts": [shorten(texts[b][n]) for b in sequences],
                     "parts": [parts[b][n] for b in sequences],  # where the texts of the runs differ
-                    "layers": [_describe(layer) for layer in run.layers],
+                    "layers": [describe_layer(layer) for layer in run.layers],
                     "extrapolated_from": trained if isinstance(trained, int) else None,
                 }
             )
 
-        def colors(name: str) -> str:
-            return bytes(colormaps[name](range(256), bytes=True)[:, :3]).hex()
-
+        # matplotlib's colour maps as a file: importing it would take 15 MB.
+        colors = json.loads(assets.read("colors.json"))
         info = {
             "runs": runs,
             "side": SIDE,
             "max_weights": MAX_WEIGHTS,
             "block_weights": BLOCK_WEIGHTS,
             # These maps are legible without colour vision.
-            "colors": colors("viridis"),
-            "differences": {"light": colors(pictures.DIFFERENCES), "dark": colors("berlin")},
+            "colors": colors["viridis"],
+            "differences": {"light": colors[pictures.DIFFERENCES], "dark": colors["berlin"]},
             "scores": {name: UNITS.get(name, "") for name in COLUMNS},
         }
         return json.dumps(info)
@@ -403,8 +263,13 @@ class Api:
         if labels is not None and first is not None:
             positions = range(first, first + call.shape[2])
             queries = [labels[n] if 0 <= n < len(labels) else "" for n in positions]
-        text = _describe_text(keys) if isinstance(keys, TokenizedText) else None
-        return json.dumps({"queries": queries, "keys": labels, "first": first, "text": text})
+        text = describe_text(keys) if isinstance(keys, TokenizedText) else None
+        described = {"queries": queries, "keys": labels, "first": first, "text": text}
+        if first is None and isinstance(call, AttentionMap):
+            read = read_queries(self._run(run), layer, b)
+            described["queries"] = None if read is None else list(read)
+            described["query_text"] = describe_text(read) if isinstance(read, TokenizedText) else None
+        return json.dumps(described)
 
     def _scores(self, run: str, number: str, batch: str) -> Steps:
         layer, b = self._layer(run, number, batch)
@@ -546,7 +411,7 @@ class Api:
         query, key = parse_index(i, t, "query"), parse_index(j, s, "key")
         layers: list[list[float | None] | None] = []
         for layer in self._run(run).layers:
-            if not _have_same_tokens(layer, reference, b):
+            if not have_same_tokens(layer, reference, b):
                 layers.append(None)
                 continue
             place = slice(query, query + 1), slice(key, key + 1), slice(b, b + 1)
@@ -573,7 +438,7 @@ class Api:
         pyramid = self._pyramid(run, number, head, batch)
         layer, b = self._layer(run, number, batch)
         found = json.loads((yield from self._scores(run, number, batch)))
-        title, pattern = _name_head(layer, head), found["patterns"][int(head)]
+        title, pattern = name_head(layer, head), found["patterns"][int(head)]
         return (
             yield from pictures.draw_view(
                 pyramid,
@@ -582,14 +447,15 @@ class Api:
                 **parse_drawing(pooling, scale, format),
                 first=first_position(layer.map, b),
                 title=f"{title} — {pattern}" if pattern else title,
-                source=_name_source(self._run(run), layer, b),
+                source=name_source(self._run(run), layer, b),
             )
         )
 
-    def _difference(
+    def _two_heads(
         self,
+        kind: str,
         place: str,
-        other: str,
+        second: str,
         i0: str,
         i1: str,
         j0: str,
@@ -598,130 +464,33 @@ class Api:
         scale: str,
         format: str,
     ) -> Steps:
-        places = [parse_place(place), parse_place(other)]
-        head, subtracted = (self._pyramid(*each) for each in places)
+        places = [parse_place(place), parse_place(second)]
+        head, other = (self._pyramid(*each) for each in places)
         names, sources = [], []
         for run, number, index, batch in places:
             layer, b = self._layer(run, number, batch)
-            names.append(_name_head(layer, index))
-            sources.append(_name_source(self._run(run), layer, b))
+            names.append(name_head(layer, index))
+            sources.append(name_source(self._run(run), layer, b))
         run, number, _, batch = places[0]
         layer, b = self._layer(run, number, batch)
+        part = parse_range(i0, i1, head.t, "query"), parse_range(j0, j1, head.s, "key")
+        drawing: dict[str, Any] = {
+            **parse_drawing(pooling, scale, format),
+            "first": first_position(layer.map, b),
+        }
+        if kind == "comparison":
+            drawing |= {"titles": (names[0], names[1]), "sources": (sources[0], sources[1])}
+            return (yield from pictures.draw_comparison((head, other), *part, **drawing))
         lines = [f"{name}: {source}" for name, source in zip(names, sources, strict=True)]
-        return (
-            yield from pictures.draw_difference(
-                (head, subtracted),
-                parse_range(i0, i1, head.t, "query"),
-                parse_range(j0, j1, head.s, "key"),
-                **parse_drawing(pooling, scale, format),
-                first=first_position(layer.map, b),
-                title=f"difference: {' − '.join(names)}",
-                sources=sources[:1] if sources[0] == sources[1] else lines,
-            )
-        )
+        drawing["sources"] = sources[:1] if sources[0] == sources[1] else lines
+        title = f"difference: {' − '.join(names)}"
+        return (yield from pictures.draw_difference((head, other), *part, **drawing, title=title))
 
     def _findings(self, run: str, batch: str) -> Steps:
         viewed = self._run(run)
         most = max(layer.call.shape[0] for layer in viewed.layers)
         found = yield from findings.find(viewed, parse_index(batch, most, "batch entry"))
         return json.dumps(found)
-
-
-def _have_same_tokens(layer: Layer, other: Layer, batch: int) -> bool:
-    """Return True if the maps of two layers have the same queries and keys."""
-    if not isinstance(layer.call, AttentionMap) or layer.call.shape[2:] != other.map.shape[2:]:
-        return False
-    return (
-        batch < layer.call.shape[0]
-        and first_position(layer.call, batch) == first_position(other.map, batch)
-        and sequence_labels(layer.call.tokens, batch) == sequence_labels(other.map.tokens, batch)
-    )
-
-
-def _read_text(run: ViewedRun, batch: int) -> str | None:
-    """Return the text of a sequence on one line; of the last one if there are fewer. None without labels."""
-    call = run.layers[0].call
-    labels = sequence_labels(call.tokens, min(batch, call.shape[0] - 1))
-    if labels is None:
-        return None
-    if isinstance(labels, TokenizedText):
-        special = set(labels.special)
-        text = "".join(piece for n, piece in enumerate(labels.pieces) if n not in special)
-    else:
-        text = " ".join(labels)
-    return " ".join(text.split())
-
-
-def _shorten(text: str | None) -> str | None:
-    """Return the beginning of a text for a header; None without a text."""
-    return text if text is None or len(text) <= EXCERPT else f"{text[:EXCERPT].rstrip()}…"
-
-
-def _tell_apart(texts: Sequence[str | None]) -> list[str | None]:
-    """Return an excerpt of each text: from the word where it differs from those that begin alike."""
-    excerpts: list[str | None] = []
-    for text in texts:
-        others = {other for other in texts if other is not None and other != text}
-        if text is None or not others:
-            excerpts.append(_shorten(text))
-            continue
-        shared = max(_count_shared(text, other) for other in others)
-        word = text.rfind(" ", 0, min(shared, len(text) - 1)) + 1
-        start = max(word, shared - WORD)
-        excerpts.append(_shorten(text) if start < ALIKE else f"…{_shorten(text[start:])}")
-    return excerpts
-
-
-def _count_shared(text: str, other: str) -> int:
-    """Return the number of characters with which two different texts begin alike."""
-    pairs = zip(text, other, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(text), len(other)))
-
-
-def _name_head(layer: Layer, head: str) -> str:
-    return f"layer {layer.number}, head {layer.map.heads[int(head)]}"
-
-
-def _name_source(run: ViewedRun, layer: Layer, batch: int) -> str:
-    """Return the model, the layer and the beginning of the text for the caption of a figure."""
-    text = _shorten(_read_text(run, batch))
-    if text is not None and len(text) > CAPTION:
-        start = text[:CAPTION].rpartition(" ")[0] or text[:CAPTION]
-        text = f"{start.rstrip(' .,:;')}…"
-    names = dict.fromkeys([run.title, layer.name])  # equal for a single map
-    return " · ".join([*names, *([] if text is None else [f"“{text}”"])])
-
-
-def _describe_text(tokens: TokenizedText) -> dict[str, Any]:
-    """Return the pieces of a text for a page, and where a token continues the one before.
-
-    Tokens are "special" if they aren't in the text, "shared" if they continue the characters of the token
-    before, and "joined" if they continue its word.
-    """
-    positions = range(len(tokens))
-    return {
-        "pieces": tokens.pieces,
-        "special": tokens.special,
-        "shared": [n for n in positions if n > tokens.units[n][0]],
-        "joined": [n for n in positions if n > tokens.words[n][0] and n == tokens.units[n][0]],
-    }
-
-
-def _describe(layer: Layer) -> dict[str, Any]:
-    """Return the description of a layer for a page."""
-    call = layer.call
-    mask = call.problem.mask if isinstance(call, AttentionMap) else None
-    return {
-        "name": layer.name,
-        "number": layer.number,
-        "heads": list(call.heads),
-        "shape": list(call.shape),
-        "shifts": level_shifts(*call.shape[2:]),
-        "mask": "no mask" if mask is None else str(mask),
-        "has_weights": layer.has_weights,
-        "has_patches": layer.has_weights and isinstance(call.provenance.get("patches"), list),
-        "finest": layer.finest,
-    }
 
 
 def pack_tile(tile: Tile, exact: bool = False) -> bytes:
@@ -738,47 +507,3 @@ def pack_marginals(pyramid: Pyramid) -> bytes:
         return struct.pack("<4I", 0, 0, pyramid.t, pyramid.s)
     numbers = torch.cat((pyramid.marginals.received, pyramid.marginals.entropy)).float().numpy()
     return struct.pack("<4I", 1, 1, pyramid.t, pyramid.s) + numbers.tobytes()
-
-
-def parse_index(text: str, size: int, name: str) -> int:
-    """Return an index below a size; raise LookupError if the text isn't one."""
-    if not (text.isascii() and text.isdecimal()) or len(text) > 10 or not int(text) < size:
-        raise LookupError(f"Expected {name} between 0 and {size - 1}, got {text[:20]!r}.")
-    return int(text)
-
-
-def parse_range(start: str, stop: str, size: int, name: str) -> range:
-    """Return a range of indices below a size; raise LookupError if it is empty or the text isn't one."""
-    indices = range(parse_index(start, size, name), parse_index(stop, size + 1, f"end of {name}"))
-    if not indices:
-        raise LookupError(f"Expected a {name} and a later end, got {start} and {stop}.")
-    return indices
-
-
-def parse_place(text: str) -> tuple[str, str, str, str]:
-    """Return the run, layer, head and sequence of "RUN,LAYER,HEAD,BATCH"; raise LookupError otherwise."""
-    parts = text.split(",")
-    if len(parts) != 4:
-        raise LookupError(f"Expected a head as RUN,LAYER,HEAD,BATCH, got {text[:20]!r}.")
-    return parts[0], parts[1], parts[2], parts[3]
-
-
-def parse_drawing(pooling: str, scale: str, format: str) -> dict[str, str]:
-    """Return how to draw a figure, as arguments of `draw_view`; raise LookupError for other words."""
-    return {
-        "pooling": parse_word(pooling, pictures.POOLINGS, "pooling"),
-        "scale": parse_word(scale, pictures.SCALES, "scale"),
-        "format": parse_word(format, pictures.FORMATS, "format"),
-    }
-
-
-def parse_word(text: str, words: Sequence[str], name: str) -> str:
-    """Return one of some words; raise LookupError if the text is a different one."""
-    if text not in words:
-        raise LookupError(f"Expected {name} to be one of {', '.join(words)}, got {text[:20]!r}.")
-    return text
-
-
-def parse_heads(text: str, size: int) -> Sequence[int]:
-    """Return the heads that are listed in an address; raise LookupError if one isn't a head."""
-    return range(size) if text == "all" else [parse_index(head, size, "head") for head in text.split(",")]

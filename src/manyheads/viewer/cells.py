@@ -46,11 +46,13 @@ def split_cells(indices: range, side: int) -> list[range]:
 
 def areas(rows: range, cols: range, cell: Cell) -> Tensor:
     """Return the number of weights in each cell, `[r, c]`."""
-    heights, widths = (
-        (indices.stop - torch.arange(indices.start, indices.stop, size)).clamp(max=size)
-        for indices, size in zip((rows, cols), cell, strict=True)
-    )
-    return heights.float()[:, None] * widths
+    heights, widths = (sizes(indices, side) for indices, side in zip((rows, cols), cell, strict=True))
+    return heights[:, None] * widths
+
+
+def sizes(indices: range, side: int) -> Tensor:
+    """Return the number of tokens in each cell of a range, in float32."""
+    return (indices.stop - torch.arange(indices.start, indices.stop, side)).clamp(max=side).float()
 
 
 def pool_mean(x: Tensor, height: int, width: int) -> Tensor:

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from manyheads.problem import Problem
-from manyheads.viewer.cells import SCALE, Cell, areas, count_cells, pool_max, pool_sum, ratio, write_corner
+from manyheads.viewer.cells import (
+    SCALE,
+    Cell,
+    areas,
+    count_cells,
+    pool_max,
+    pool_sum,
+    ratio,
+    sizes,
+    write_corner,
+)
 
 
 class Strip(NamedTuple):
@@ -43,7 +53,7 @@ class CoarseLevels:
         self._strips: dict[int, Strip] = {}  # by row of tiles
         second = count_cells(self.queries, self.keys, cells[1])
         self._sums = torch.zeros(second)
-        self._largest = torch.zeros(second, dtype=torch.float16)
+        self._second = torch.zeros(2, *second, dtype=torch.float16)  # the maxima; means follow in `finish`
         self._visible = torch.zeros(second, dtype=torch.bool)
         self._levels: list[Tensor] = []  # from the second on, [2, r, c]
 
@@ -77,7 +87,7 @@ class CoarseLevels:
         i, j = rows.start // coarse.rows, cols.start // coarse.cols
         size = ratio(coarse, fine)
         write_corner(self._sums[i:, j:], pool_sum(cells[0] * areas(rows, cols, fine), *size))
-        write_corner(self._largest[i:, j:], pool_max(packed[1].float().nan_to_num_(), *size).half())
+        write_corner(self._second[1, i:, j:], pool_max(packed[1].nan_to_num(), *size))
         write_corner(self._visible[i:, j:], pool_max((~masked).float(), *size) > 0)
 
     def _empty_strip(self, y: int) -> Strip:
@@ -90,16 +100,21 @@ class CoarseLevels:
 
     def finish(self) -> None:
         """Compute the levels after the first."""
-        sums, largest, visible = self._sums, self._largest, self._visible
-        for n, cell in enumerate(self.cells[1:], 1):
-            mean = (sums / areas(self.queries, self.keys, cell)).mul_(SCALE).half()
-            self._levels.append(torch.stack((mean, largest)).masked_fill_(~visible, math.nan))
-            if n + 1 < len(self.cells):
-                size = ratio(self.cells[n + 1], cell)
-                sums = pool_sum(sums, *size)
-                largest = pool_max(largest.float(), *size).half()
-                visible = pool_max(visible.float(), *size) > 0
-        del self._sums, self._largest, self._visible
+        sums, level, visible = self._sums, self._second, self._visible
+        del self._sums, self._second, self._visible
+        for cell, next_cell in zip(self.cells[1:], (*self.cells[2:], None), strict=True):
+            if next_cell is not None:
+                size = ratio(next_cell, cell)
+                pooled = pool_sum(sums, *size), pool_max(level[1], *size), pool_max(visible.half(), *size) > 0
+            # In place, because this is the peak of the viewer's memory.
+            heights, widths = (
+                sizes(tokens, side) for tokens, side in zip((self.queries, self.keys), cell, strict=True)
+            )
+            level[0] = sums.mul_(SCALE).div_(heights[:, None]).div_(widths)
+            self._levels.append(level.masked_fill_(visible.logical_not_(), math.nan))
+            if next_cell is not None:
+                sums, largest, visible = pooled
+                level = torch.stack((largest, largest))
 
     def tile(self, level: int, x: int, y: int) -> Tensor:
         """Return the cells of a tile in column x and row y, `[2, r, c]`.

@@ -19,9 +19,10 @@ from tempfile import mkdtemp
 from manyheads.observe.table import COLUMNS
 from manyheads.shapes import amount
 from manyheads.storage import replacing
-from manyheads.viewer.api import Api, Layer, ViewedRun, pack_marginals, pack_tile
+from manyheads.viewer.api import Api, pack_marginals, pack_tile
 from manyheads.viewer.page import build_page, encode, encoded_size
 from manyheads.viewer.pyramid import SIDE, Pyramid
+from manyheads.viewer.runs import Layer, ViewedRun
 
 PAGE_BYTES = 50e6  # the largest size of a page; more weights are pooled, or written beside it
 CONFIRM_BYTES = 200e6  # the command asks before it writes more

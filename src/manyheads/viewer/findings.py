@@ -11,7 +11,7 @@ from manyheads.maps import AttentionMap, sequence_labels
 from manyheads.tokens import TokenizedText
 
 if TYPE_CHECKING:
-    from manyheads.viewer.api import Layer, ViewedRun
+    from manyheads.viewer.runs import Layer, ViewedRun
 
 Steps = Generator[None, None, dict[str, Any]]
 

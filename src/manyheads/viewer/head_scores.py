@@ -17,7 +17,7 @@ from manyheads.problem import Problem
 
 EXACT_WEIGHTS = 2**27  # head scores of a layer with more weights are estimated from some queries
 SAMPLES = 128  # the number of these queries
-STEP_WEIGHTS = 2**20  # the number of weights that a step computes
+STEP_WEIGHTS = 2**19  # the number of weights that a step computes
 Columns = dict[str, Tensor]
 
 
@@ -70,6 +70,6 @@ def _compute_factors(
     inside = [problem.keep(mask, rows, cols)[0] & visible for mask in masks.values()]
     distance = problem.distances(rows, cols)[0]  # [h or 1, r, c]
     counts = [keep.any(-1).sum(-1) for keep in (*inside, *[visible] * len(MEANS))]
-    shape = torch.broadcast_shapes(*(x.shape for x in (*inside, distance)))
-    factors = torch.stack([x.expand(shape).flatten(1).float() for x in (*inside, distance)])
+    # Not `torch.broadcast_shapes`, which imports sympy: 30 MB.
+    factors = torch.stack([x.flatten(1).float() for x in torch.broadcast_tensors(*inside, distance)])
     return factors, counts

@@ -14,7 +14,7 @@ from manyheads.maps import AttentionMap
 from manyheads.patches import select, unpack
 
 if TYPE_CHECKING:
-    from manyheads.viewer.api import ViewedRun
+    from manyheads.viewer.runs import ViewedRun
 
 LONGEST = 1024  # pixels: the longest side of a picture that is sent
 

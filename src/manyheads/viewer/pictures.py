@@ -76,14 +76,15 @@ def draw_view(
     received, entropy = pyramid.marginals.received, pyramid.marginals.entropy
     strips = Strips(received[cols.start : cols.stop].numpy(), entropy[rows.start : rows.stop].numpy())
     return _render(
-        cells[plane],
+        [cells[plane]],
         rows,
         cols,
         _name_tokens(pyramid, rows, cols, first),
         strips,
         pooling,
         scale,
-        (title, "\n".join([*([source] if source else []), *_name_part(pyramid, rows, cols)])),
+        (title,),
+        ["\n".join([*([source] if source else []), *_name_part(pyramid, rows, cols)])],
         format,
         _read_text(pyramid),
     )
@@ -126,17 +127,7 @@ def draw_difference(
             f"Expected two heads of the same size for a difference, got {head.t:,} queries × {head.s:,} keys "
             f"and {other.t:,} × {other.s:,}."
         )
-    for pyramid in pyramids:
-        if not pyramid.is_complete:  # otherwise its coarse cells would be estimated
-            for _ in pyramid.scan():
-                yield
-    level = find_level(head, rows, cols)
-    cell = head.cell(level)
-    rows, cols = _align(rows, cell.rows, head.t), _align(cols, cell.cols, head.s)
-    planes = []
-    for pyramid in pyramids:
-        cells = yield from _collect(pyramid, level, rows, cols)
-        planes.append(cells[POOLINGS.index(pooling) if len(cells) == 2 else 0])
+    planes, rows, cols = yield from _collect_both(pyramids, rows, cols, pooling)
     difference = planes[0].nan_to_num(nan=0.0) - planes[1].nan_to_num(nan=0.0)  # a masked weight is 0
     difference[planes[0].isnan() & planes[1].isnan()] = torch.nan
     subtitle = "\n".join([*sources, *_name_part(head, rows, cols)])
@@ -151,6 +142,79 @@ def draw_difference(
         format,
         _read_text(head),
     )
+
+
+def draw_comparison(
+    pyramids: tuple[Pyramid, Pyramid],
+    rows: range,
+    cols: range,
+    *,
+    pooling: str = "max",
+    scale: str = "sqrt",
+    first: int | None = 0,
+    titles: tuple[str, str] = ("", ""),
+    sources: tuple[str, str] = ("", ""),
+    format: str = "svg",
+) -> Generator[None, None, bytes]:
+    """Draw the weights of two heads beside each other, in the same colours, and yield between the steps.
+
+    Args:
+        pyramids: The two heads, of the same size.
+        rows: The queries.
+        cols: The keys.
+        pooling: "max" or "mean" of the weights of a cell.
+        scale: The scale of the colours: "sqrt", "linear" or "log".
+        first: The position of query 0 among the keys; None in cross-attention.
+        titles: The title of each head.
+        sources: What each head belongs to, for the lines below its title.
+        format: "svg" or "pdf".
+
+    Returns:
+        The file. If the heads have different texts, queries and keys have their numbers as labels.
+
+    Raises:
+        ValueError: If the heads have different sizes.
+    """
+    head, other = pyramids
+    if (head.t, head.s) != (other.t, other.s):
+        raise ValueError(
+            f"Expected two heads of the same size in an SVG or PDF file, got {head.t:,} queries × "
+            f"{head.s:,} keys and {other.t:,} × {other.s:,}. Save them as a PNG."
+        )
+    planes, rows, cols = yield from _collect_both(pyramids, rows, cols, pooling)
+    labels = [_name_tokens(pyramid, rows, cols, first) for pyramid in pyramids]
+    return _render(
+        planes,
+        rows,
+        cols,
+        labels[0] if labels[0] == labels[1] else (None, None),
+        None,
+        pooling,
+        scale,
+        titles,
+        ["\n".join([source, *_name_part(head, rows, cols)]) for source in sources],
+        format,
+        _read_text(head),
+    )
+
+
+def _collect_both(
+    pyramids: tuple[Pyramid, Pyramid], rows: range, cols: range, pooling: str
+) -> Generator[None, None, tuple[list[Tensor], range, range]]:
+    """Return the cells `[r, c]` of a part of two heads, and the queries and keys of these whole cells."""
+    for pyramid in pyramids:
+        if not pyramid.is_complete:  # otherwise its coarse cells would be estimated
+            for _ in pyramid.scan():
+                yield
+    head = pyramids[0]
+    level = find_level(head, rows, cols)
+    cell = head.cell(level)
+    rows, cols = _align(rows, cell.rows, head.t), _align(cols, cell.cols, head.s)
+    planes = []
+    for pyramid in pyramids:
+        cells = yield from _collect(pyramid, level, rows, cols)
+        planes.append(cells[POOLINGS.index(pooling) if len(cells) == 2 else 0])
+    return planes, rows, cols
 
 
 def _name_tokens(pyramid: Pyramid, rows: range, cols: range, first: int | None) -> AxisLabels:
@@ -209,43 +273,44 @@ def _part(labels: TokenizedText | tuple[str, ...], indices: range) -> TokenizedT
 
 
 def _render(
-    cells: Tensor,
+    planes: list[Tensor],
     rows: range,
     cols: range,
     labels: AxisLabels,
-    strips: Strips,
+    strips: Strips | None,
     pooling: str,
     scale: str,
-    titles: tuple[str, str],
+    titles: tuple[str, ...],
+    subtitles: Sequence[str],
     format: str,
     text: str | None,
 ) -> bytes:
-    """Return a figure of cells `[r, c]`, where NaN is masked, as a file."""
+    """Return a figure of one or several planes of cells `[r, c]`, where NaN is masked, as a file."""
     from matplotlib.colors import LogNorm, Normalize, PowerNorm
 
     from manyheads.figures import heatmaps
     from manyheads.figures.cells import Panel
 
-    panel = Panel(np.ma.masked_invalid(cells.double().numpy()), len(rows), len(cols))
-    top = _round_up(float(panel.cells.max()) if panel.cells.count() else 1.0)
+    panels = [Panel(np.ma.masked_invalid(cells.double().numpy()), len(rows), len(cols)) for cells in planes]
+    top = _round_up(max((float(panel.cells.max()) for panel in panels if panel.cells.count()), default=1.0))
     norm = {
         "sqrt": PowerNorm(0.5, 0.0, top),
         "linear": Normalize(0.0, top),
         "log": LogNorm(top * 10.0**-DECADES, top, clip=True),
     }[scale]
     figure = heatmaps.draw_row(
-        [[panel]],
-        [heatmaps.weight_label(pooling, [panel])],
+        [panels],
+        [heatmaps.weight_label(pooling, panels)],
         labels,
-        titles[:1],
+        titles,
         None,
         norm=norm,
         first=(rows.start, cols.start),
-        subtitle=titles[1],
+        subtitles=subtitles,
         strips=strips,
         bar_ticks=color_ticks(top, scale),
     )
-    return _save(figure, format, titles[0], text)
+    return _save(figure, format, " and ".join(titles), text)
 
 
 def _render_difference(
@@ -279,7 +344,7 @@ def _render_difference(
         None,
         norm=norm,
         first=(rows.start, cols.start),
-        subtitle=titles[1],
+        subtitles=titles[1:],
         bar_ticks=[(value, name.replace("-", "−")) for value, name in ticks],
         colors=DIFFERENCES,
     )

@@ -31,7 +31,9 @@ SIDE = 256  # cells per side of a tile
 MAX_WEIGHTS = 2**24  # largest tile that is computed on request: 4,096 × 4,096 weights
 ELONGATED = 4  # a matrix this many times as long as wide has cells that aren't square
 STEP = 2**27  # weights per step of a scan, which then takes about 0.1 s
+STEP_KEYS = 2**15  # keys per step of a scan; more queries per step are faster, and kernels copy the keys
 BLOCK = 2**20  # weights in memory at a time, unless a kernel computes fused statistics
+SAMPLE_BLOCK = 2**18  # the same while tiles are estimated, where each weight needs several numbers
 
 
 class Marginals(NamedTuple):
@@ -195,13 +197,16 @@ class Pyramid:
         start = 0
         while start < self.t:
             rows = self._next_rows(start, next_cell)
-            cols = self._visible_keys(rows, next_cell)
-            if cols:
+            visible, most = self._visible_keys(rows, next_cell), max(STEP_KEYS, next_cell.cols)
+            for first in range(0, len(visible), most):
+                cols = visible[first : first + most]
                 cells = self._pool(rows, cols, cell, marginals)
                 if coarse is not None:
                     coarse.add(rows, cols, cells, self._masked.cells(rows, cols, cell))
+                self.progress = (start + len(rows) * min(1, (first + most) / len(visible))) / self.t
+                yield self.progress
             start, self.progress = rows.stop, rows.stop / self.t
-            yield self.progress
+        yield self.progress
         if coarse is not None:
             coarse.finish()
         self._coarse = coarse
@@ -209,12 +214,12 @@ class Pyramid:
 
     def _next_rows(self, start: int, cell: Cell) -> range:
         """Return the queries of the next step: whole cells from `start` on, up to about `STEP` weights."""
-        step = STEP if self._is_fast else STEP // 16
-        rows = cell.rows
-        while (
-            start + rows < self.t
-            and 2 * rows * len(self._visible_keys(range(start, start + 2 * rows), cell)) <= step
-        ):
+        step, rows = STEP if self._is_fast else STEP // 16, cell.rows
+
+        def count_keys(size: int) -> int:
+            return min(len(self._visible_keys(range(start, start + size), cell)), STEP_KEYS)
+
+        while start + rows < self.t and 2 * rows * count_keys(2 * rows) <= step:
             rows *= 2
         strip = SIDE * self.cell(self.scan_level).rows  # a step is within one row of tiles
         return range(self.t)[start : min(start + rows, (start // strip + 1) * strip)]
@@ -290,7 +295,7 @@ class Pyramid:
         starts = torch.arange(rows.start, rows.stop, cell.rows)
         middle = (starts + cell.rows // 2).clamp(max=rows.stop - 1)  # [r]
         blocks = []
-        for index in middle.split(max(1, BLOCK // self.s)):
+        for index in middle.split(max(1, SAMPLE_BLOCK // self.s)):
             score = scores.tile(self.problem, index)  # [1, 1, r, s]
             sink = score.new_tensor([-math.inf]) if self.problem.sink is None else self.problem.sink.to(score)
             lse = torch.logaddexp(score.logsumexp(-1), sink[:, None])

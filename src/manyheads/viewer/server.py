@@ -29,7 +29,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from manyheads.viewer import assets
-from manyheads.viewer.api import Api, FileChanged, describe_error
+from manyheads.viewer.api import Api, describe_error
+from manyheads.viewer.runs import FileChanged
 
 HOST = "127.0.0.1"
 CLIENT_CLOSED = 499  # the status if the browser has disconnected

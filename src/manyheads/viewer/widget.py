@@ -18,8 +18,9 @@ from typing import Any
 
 from manyheads import extras
 from manyheads.viewer import assets
-from manyheads.viewer.api import Api, Response, ViewedRun, describe_error
+from manyheads.viewer.api import Api, Response, describe_error
 from manyheads.viewer.export import plan_export
+from manyheads.viewer.runs import ViewedRun
 
 EMBEDDED_BYTES = 6e6  # the largest size of an embedded page; a widget is used for more
 HEIGHT = 640  # pixels

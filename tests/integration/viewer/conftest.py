@@ -15,6 +15,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from manyheads.viewer.api import Api
 from manyheads.viewer.server import Server
 from tests.chromium import CHROMIUM, FLAGS
+from tests.integration.viewer.pages import fail_on_errors
 from tests.waiting import HANG
 
 
@@ -37,10 +38,8 @@ def page(browser: Browser, served: list[Server]) -> Iterator[Page]:
     """A page of a laptop's size, without errors or dialogs, which closes before its server."""
     context = browser.new_context(viewport={"width": 1366, "height": 768}, accept_downloads=True)
     context.set_default_timeout(1000 * HANG)
-    page, wrong = context.new_page(), []
-    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("dialog", lambda dialog: wrong.append(f"a dialog: {dialog.message}"))
+    page = context.new_page()
+    wrong = fail_on_errors(page)
     yield page
     context.close()
     assert wrong == []

@@ -51,6 +51,20 @@ def new_page(browser: Browser, **options: Any) -> Page:
     return page
 
 
+def fail_on_errors(page: Page) -> list[str]:
+    """Return a list of the page's errors. An error of a script closes the page, which ends all waiting."""
+    wrong: list[str] = []
+
+    def fail(error: object) -> None:
+        wrong.append(str(error))
+        page.close()
+
+    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", fail)
+    page.on("dialog", lambda dialog: wrong.append(f"a dialog: {dialog.message}"))
+    return wrong
+
+
 def keep_messages(page: Page) -> None:
     """Let pages opened from now on show a message until something hides it, not for some seconds."""
     page.add_init_script(

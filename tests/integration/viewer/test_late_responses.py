@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from playwright.sync_api import APIResponse, Page, Request, Route, expect
+from playwright.sync_api import APIResponse, Browser, Error, Page, Request, Route, expect
 
 import manyheads as mh
 from manyheads.viewer import assets
@@ -16,7 +16,16 @@ from manyheads.viewer.api import Api
 from manyheads.viewer.export import plan_export
 from manyheads.viewer.server import Server
 from tests.chromium import wait_until_painted
-from tests.integration.viewer.pages import a_map, has_in_url, hover, in_a_browser, loaded, opened
+from tests.integration.viewer.pages import (
+    a_map,
+    fail_on_errors,
+    has_in_url,
+    hover,
+    in_a_browser,
+    loaded,
+    new_page,
+    opened,
+)
 from tests.waiting import wait_until
 
 pytestmark = in_a_browser
@@ -248,3 +257,13 @@ def test_a_viewer_is_removed_before_its_responses_arrive(page: Page, served: lis
     tokens.wait()
     page.evaluate("() => viewer.remove()")
     tokens.release()
+
+
+def test_a_script_that_fails_ends_the_test_at_once(browser: Browser, served: list[Server]) -> None:
+    """Not after the time that only a hang takes."""
+    page = new_page(browser)
+    wrong = fail_on_errors(page)
+    page.route("**/viewer.js", lambda route: route.fulfill(body="let = ;", content_type="text/javascript"))
+    with pytest.raises(Error, match="closed"):
+        opened(page, served, a_map(7))
+    assert any("Unexpected" in error for error in wrong)

@@ -18,6 +18,7 @@ from tests.integration.viewer.pages import (
     in_a_browser,
     loaded,
     opened,
+    token_shown,
     weight,
 )
 
@@ -156,3 +157,29 @@ def test_a_page_of_a_long_text_begins_with_a_word(page: Page, served: list[Serve
     opened(page, served, a_map(10_000).labelled(mh.TokenizedText(pieces)), at="#page=text&token=5003")
     expect(page.locator(".token").first).to_have_attribute("data-token", "4005")
     expect(page.locator("aside h2")).to_have_text("机 5,003")
+
+
+def test_a_text_opens_at_its_last_token(page: Page, served: list[Server]) -> None:
+    """The first token of a causal model attends to itself only; the last one to the whole text."""
+    words = [f" w{n}" for n in range(4_997)]
+    amap = a_map(5_000).labelled(mh.TokenizedText(("<s>", *words, " ", "</s>"), (0, 4_999)))
+    opened(page, served, amap, at="#page=text&heads=0")
+    token_shown(page, 4_997)
+    expect(page.locator(".token[data-token='4997']")).to_be_in_viewport()
+    expect(page.locator(".token.selected")).to_have_count(1)
+    assert "token=" not in page.url  # no token is selected
+    page.keyboard.press("[")  # another head
+    token_shown(page, 4_997)
+    page.locator(".token[data-token='4990']").click()
+    token_shown(page, 4_990)
+    page.keyboard.press("Escape")
+    expect(page.locator(".token[data-token='4990']")).to_be_in_viewport()
+    page.locator("button", has_text="previous").click()
+    token_shown(page, 1_000)
+
+
+def test_a_pinned_weight_is_where_a_text_opens(page: Page, served: list[Server]) -> None:
+    amap = a_map(5_000)
+    opened(page, served, amap, at="#page=text&heads=0&pin=3000,17")
+    token_shown(page, 3_000)
+    expect(page.locator(".token[data-token='3000']")).to_be_in_viewport()

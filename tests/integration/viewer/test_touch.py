@@ -16,6 +16,7 @@ from tests.integration.viewer.pages import (
     area_of,
     box_of,
     exact,
+    fail_on_errors,
     has_in_url,
     in_a_browser,
     loaded,
@@ -35,9 +36,8 @@ def phone(browser: Browser, served: list[Server]) -> Iterator[Page]:
         viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True, device_scale_factor=2
     )
     context.set_default_timeout(1000 * HANG)
-    page, wrong = context.new_page(), []
-    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
-    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page = context.new_page()
+    wrong = fail_on_errors(page)
     yield page
     context.close()
     assert wrong == []
@@ -163,3 +163,26 @@ def test_the_matrix_of_a_head_uses_the_width_of_the_phone(phone: Page, served: l
     loaded(phone)
     *_, wide, high = area_of(phone.locator("canvas.map"))
     assert wide == high > 180
+
+
+@pytest.mark.parametrize("at", ["overview", "head", "head&second=0,0,1", "text", "lines"])
+def test_controls_leave_most_of_the_screen_to_the_page(phone: Page, served: list[Server], at: str) -> None:
+    """Most of them appear after a tap on "settings"."""
+    opened(phone, served, a_map(50, heads=12), at=f"#page={at}")
+    body, settings = phone.locator("main.body"), phone.locator("#settings")
+    expect(phone.locator("#findings")).to_be_hidden()
+    assert box_of(body)["y"] <= 150
+    if "page=head" in phone.url:
+        expect(phone.locator("select.choose-head").first).to_be_visible()
+    if at in ("text", "lines"):  # heads are chosen in one line, which scrolls
+        phone.locator(".chip[data-head='11']").tap()
+        has_in_url(phone, "heads=0,1,2,3,4,5,6,7,8,9,10$")
+    settings.tap()
+    expect(settings).to_have_attribute("aria-expanded", "true")
+    for name in ("#findings", "#theme", ".search input"):
+        expect(phone.locator(name)).to_be_visible()
+    phone.locator("#theme").tap()
+    settings.tap()
+    expect(phone.locator("#findings")).to_be_hidden()
+    phone.keyboard.press("/")
+    expect(phone.locator(".search input")).to_be_focused()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import re
 from typing import Any
 from xml.etree import ElementTree
@@ -11,11 +12,12 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+from matplotlib import colormaps
 from PIL import Image
 
 import manyheads as mh
 from manyheads.figures import heatmaps, strips
-from manyheads.viewer import pictures
+from manyheads.viewer import assets, pictures
 from manyheads.viewer.api import Api
 from manyheads.viewer.pyramid import Pyramid
 
@@ -224,3 +226,49 @@ def test_a_difference_needs_heads_of_one_size() -> None:
         with pytest.raises(LookupError):
             api.request(f"difference/{wrong}/1,0,0,0/0/7/0/7/max/sqrt/pdf").result()
     api.close()
+
+
+def test_a_figure_of_two_heads_has_both_and_one_scale() -> None:
+    t = 12
+    one, other = a_map(t), a_map(t, mh.Window(left=3, right=0))
+    api = Api(one, other)
+    for format in ("svg", "pdf"):
+        file = api.request(f"comparison/0,0,1,0/1,0,0,0/2/{t}/0/{t}/max/sqrt/{format}").result()
+        assert isinstance(file, bytes)
+        if format == "pdf":
+            assert file.startswith(b"%PDF")
+            continue
+        texts = re.findall(r"<text[^>]*>(?:<tspan[^>]*>)?([^<]*)<", file.decode())
+        assert {"layer 0, head 1", "layer 0, head 0", "queries 2 to 11, keys 0 to 11", "cat"} <= set(texts)
+        images = [Image.open(io.BytesIO(base64.b64decode(x))).convert("RGBA") for x in
+                  re.findall(r'href="data:image/png;base64,([^"]*)"', file.decode())]  # fmt: skip
+        shown = [image for image in images if image.size[0] > 1][:2]
+        for image, amap, head in zip(shown, (one, other), (1, 0), strict=True):
+            pixels = np.asarray(image).astype(int)[::-1]
+            middles = [
+                ((np.arange(n) + 0.5) * size / n).astype(int)
+                for n, size in zip((t - 2, t), pixels.shape[:2], strict=True)
+            ]
+            cells = pixels[np.ix_(*middles)]
+            weights = amap[0, head, 2:].numpy()
+            assert ((cells[..., 3] == 0) == (weights == 0)).all()
+            clear = weights > 0
+            order = cells[..., 1][clear][np.argsort(weights[clear])]  # green grows along viridis
+            assert (np.diff(order) >= 0).all()
+    api.close()
+
+
+def test_a_figure_of_two_heads_needs_one_size_and_labels_only_what_both_have() -> None:
+    api = Api(a_map(7), a_map(9), a_map(7).labelled([*"abcdefg"]))
+    with pytest.raises(ValueError, match="same size in an SVG or PDF file, got 7 queries × 7 keys and 9 × 9"):
+        api.request("comparison/0,0,0,0/1,0,0,0/0/7/0/7/max/sqrt/pdf").result()
+    svg = api.request("comparison/0,0,0,0/2,0,0,0/0/7/0/7/max/log/svg").result()
+    assert isinstance(svg, bytes)
+    assert "cat" not in re.findall(r"<text[^>]*>(?:<tspan[^>]*>)?([^<]*)<", svg.decode())
+    api.close()
+
+
+def test_the_pages_colours_are_those_of_figures() -> None:
+    for name, colors in json.loads(assets.read("colors.json")).items():
+        assert bytes(colormaps[name](range(256), bytes=True)[:, :3]).hex() == colors
+    assert pictures.DIFFERENCES in json.loads(assets.read("colors.json"))

@@ -28,8 +28,9 @@ from manyheads import scores
 from manyheads.observe import Recording
 from manyheads.viewer import api as api_module
 from manyheads.viewer import assets, pyramid
-from manyheads.viewer.api import Api, FileChanged, Layer, ViewedRun
+from manyheads.viewer.api import Api
 from manyheads.viewer.pyramid import SCALE, Pyramid
+from manyheads.viewer.runs import FileChanged, Layer, ViewedRun
 from manyheads.viewer.server import Server
 from manyheads.viewer.worker import BACKGROUND, URGENT, Worker
 from tests.waiting import HANG, wait_until
@@ -273,18 +274,30 @@ def test_cross_attention_has_no_scores_of_positions(t: int, s: int) -> None:
         assert found["patterns"][0].startswith("attends to the previous token")
 
 
-def test_cross_attention_has_no_labels_of_queries() -> None:
-    cross = Api(a_map(3, 7).labelled([*"abcdefg"]))
-    assert fetch(cross, "tokens/0/0/0") == {
-        "queries": None,
-        "keys": [*"abcdefg"],
-        "first": None,
-        "text": None,
-    }
+def test_cross_attention_has_the_labels_of_the_decoders_self_attention() -> None:
+    cross = a_map(3, 7).labelled([*"abcdefg"])
+    alone = {"queries": None, "keys": [*"abcdefg"], "first": None, "text": None, "query_text": None}
+    api = Api(cross)
+    assert fetch(api, "tokens/0/0/0") == alone
+    api.close()
+    text = mh.TokenizedText((" la", " sta", "tion"))
+    decoder, other = (a_map(3, 3, mh.Causal()).labelled(x) for x in (text, [*"xyz"]))
+    encoder = a_map(7, 7).labelled([*"abcdefg"])
+    layers = (encoder, decoder, cross, other)
+    api = Api(ViewedRun("run", [Layer(str(n), x, n) for n, x in enumerate(layers)], {}))
+    pieces = {"pieces": list(text.pieces), "special": [], "shared": [], "joined": [2]}
+    assert fetch(api, "tokens/0/2/0") == alone | {"queries": ["la", "sta", "tion"], "query_text": pieces}
+    api.close()
+    api = Api(ViewedRun("run", [Layer("a", encoder, 0), Layer("b", cross, 1), Layer("c", other, 2)], {}))
+    assert fetch(api, "tokens/0/1/0") == alone | {"queries": [*"xyz"]}
+    api.close()
+
+
+def test_queries_after_a_cache_have_the_labels_of_their_positions() -> None:
     step = Api(a_map(2, 7, mh.Causal(), offset=torch.tensor([5])).labelled([*"abcdefg"]))
     found = fetch(step, "tokens/0/0/0")
     assert found == {"queries": ["f", "g"], "keys": [*"abcdefg"], "first": 5, "text": None}
-    cross.close(), step.close()
+    step.close()
 
 
 def test_a_text_has_pieces_words_and_characters() -> None:

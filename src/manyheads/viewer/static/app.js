@@ -142,9 +142,11 @@ class App {
     this.banner = make("div", { class: "banner", role: "alert", hidden: true });
     this.search = new Search(this);
     this.drawer = new Drawer(this);
+    this.settings = button("settings", "settings", "show or hide all controls", () => this.expand(!this.root.classList.contains("expanded")));
+    this.settings.setAttribute("aria-expanded", "false");
     this.keys = make("dialog", { class: "keys", "aria-labelledby": "keys-title" });
     this.root.replaceChildren(
-      make("header", { class: "header" }, this.heading, make("nav", { class: "tabs", "aria-label": "pages" }, ...tabs), this.subject,
+      make("header", { class: "header" }, this.heading, make("nav", { class: "tabs", "aria-label": "pages" }, ...tabs), this.subject, this.settings,
         this.search.element,
         make("span", { class: "group" },
           this.linked ? button("link", "copy link", "copy a link to this view (k)", () => this.copyLink()) : "",
@@ -153,6 +155,12 @@ class App {
       make("section", { class: "toolbar", "aria-label": "settings" }, ...Object.values(this.controls), this.tools,
         make("span", { class: "group tail" }, ...Object.values(this.drawer.buttons))),
       make("div", { class: "middle" }, this.body, this.drawer.element), this.banner, this.keys);
+  }
+
+  // Show all controls, or on a phone only those that each page needs most.
+  expand(isExpanded) {
+    this.root.classList.toggle("expanded", isExpanded);
+    this.settings.setAttribute("aria-expanded", isExpanded);
   }
 
   // Return a group of radio buttons that set a part of the state. options: labels by value.
@@ -168,7 +176,7 @@ class App {
     if (this.root.matches(":focus-within")) this.keepFocus();
     sanitize(this.state, this.info);
     const { state, root } = this;
-    root.dataset.theme = this.themeName();
+    Object.assign(root.dataset, { theme: this.themeName(), page: state.page });
     for (const page of CHOICES.page) root.querySelector(`#page-${page}`).setAttribute("aria-current", state.page === page ? "page" : "false");
     this.heading.textContent = `${PAGES[state.page].title}: ${state.page === "overview" ? this.info.runs[0].title : this.name(state)}`;
     if (this.linked) document.title = `${state.page === "overview" ? this.info.runs[0].title : this.name(state)} · manyheads`;
@@ -409,7 +417,7 @@ class App {
     const action = page ? () => this.change({ page }) : {
       "[": () => this.moveHead(-1), "]": () => this.moveHead(1), "{": () => this.moveLayer(-1), "}": () => this.moveLayer(1),
       m: () => this.toggle("pooling"), l: () => this.toggle("scale"), k: () => this.linked && this.copyLink(),
-      t: () => this.toggleTheme(), "?": () => this.showKeys(), "/": () => this.search.input.select(),
+      t: () => this.toggleTheme(), "?": () => this.showKeys(), "/": () => (this.expand(true), this.search.input.select()),
       f: () => this.drawer.toggle("findings"), w: () => this.drawer.toggle("pair"),
     }[key];
     action?.();

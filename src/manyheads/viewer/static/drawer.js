@@ -32,7 +32,7 @@ class Drawer {
     const opener = this.buttons[this.shown];
     if (!opener) return false;
     this.toggle(this.shown);
-    opener.focus();
+    (opener.offsetParent ? opener : this.app.settings).focus(); // on a phone the opener may be hidden
     return true;
   }
 
@@ -136,9 +136,9 @@ class PairPanel {
 
   write(place, tokens, [query, key], { layers }) {
     const { app } = this, { shape: [, , t, s], has_weights } = app.layer(place);
-    const choose = (label, value, size, position, change) => {
+    const choose = (label, value, size, named, position, change) => {
       const input = make("input", { type: "number", min: 0, max: size - 1, value, "aria-label": label, onchange: () => change(Math.max(0, Math.min(size - 1, Math.floor(Number(input.value)) || 0))) });
-      const name = position === null || !tokens.keys ? "" : tokens.nameElement(position, 24);
+      const name = position === null ? "" : named.nameElement(position, 24);
       return make("label", { class: "pair-token" }, make("span", { class: "muted" }, label), input, make("b", {}, name));
     };
     const pin = (cell) => app.change(pinning(cell));
@@ -150,8 +150,8 @@ class PairPanel {
       this.write(place, tokens, [query, key], { layers });
     };
     this.element.replaceChildren(
-      choose("from query", query, t, tokens.first === null ? null : query + tokens.first, (i) => pin([i, key])),
-      choose("to key", key, s, tokens.keys ? key : null, (j) => pin([query, j])),
+      choose("from query", query, t, tokens.ofQueries, tokens.queries ? query + tokens.queryOffset : null, (i) => pin([i, key])),
+      choose("to key", key, s, tokens, tokens.keys ? key : null, (j) => pin([query, j])),
       visible.length ? make("ol", { class: "ranked" }, ...rows) : make("p", { class: "muted" }, has_weights ? "This key is masked for this query in every head." : "This layer has statistics only."),
       rows.length < visible.length ? make("button", { type: "button", onclick: all }, `show all ${count(visible.length)} heads`) : "");
   }

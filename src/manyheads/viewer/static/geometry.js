@@ -3,6 +3,7 @@
 const STRIP = 36, BAR = 84, MARGIN = 10; // pixels: the strips at the edges of the matrix, the colour bar, a margin
 const PHONE = 480; // pixels: in less space, the ruler of queries is narrow
 const NAMED_RULER = 118, NUMBERED_RULER = 78, NARROW_RULER = 70; // pixels: the ruler of queries with names, with numbers only, and on a phone
+const NAMED_ABOVE = 96, NUMBERED_ABOVE = 60, NARROW_ABOVE = 72; // pixels: the ruler of keys, likewise
 const CLOSEST = 96; // pixels per token at the highest zoom
 const FEW = 40; // pixels: the most that a token of the shorter axis takes while the whole longer axis is in view
 const LEAST_BAR = 190; // pixels: the height of the colour bar with its legend
@@ -13,13 +14,15 @@ class Geometry {
   // shape: the numbers of queries and keys. shifts: see `level_shifts` in pyramid.py. finest: the finest level that has tiles.
   constructor([t, s], shifts, finest, { isLabelled, hasStrips }) {
     Object.assign(this, { t, s, finest, isElongated: Math.max(...shifts) > 0, isLabelled, strip: hasStrips ? STRIP : 0 });
-    this.above = this.strip + (isLabelled ? 96 : 60);
+    this.above = this.strip + (isLabelled ? NAMED_ABOVE : NUMBERED_ABOVE);
   }
 
   // Set the space for the canvas in pixels, and choose the area: a square unless the matrix is elongated, so that it has the same
   // proportions in every window.
   setSpace(width, height) {
-    this.left = this.strip + (width < PHONE ? NARROW_RULER : this.isLabelled ? NAMED_RULER : NUMBERED_RULER);
+    const isPhone = width < PHONE;
+    this.above = this.strip + (!this.isLabelled ? NUMBERED_ABOVE : isPhone ? NARROW_ABOVE : NAMED_ABOVE);
+    this.left = this.strip + (isPhone ? NARROW_RULER : this.isLabelled ? NAMED_RULER : NUMBERED_RULER);
     const wide = Math.max(40, width - this.left - BAR), high = Math.max(40, height - this.above - MARGIN);
     const most = ([tokens, pixels]) => Math.min(pixels, Math.max(1, tokens) * CLOSEST);
     if (this.isElongated) {

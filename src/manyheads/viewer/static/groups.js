@@ -1,7 +1,7 @@
 // The groups of layers that the overview shows as matrices, and their arrangement on the page.
 
 const MOST_GROUPS = 4; // of one run; more would be hard to read
-const SMALLEST = 14, LARGEST = 220; // pixels of a cell
+const SMALLEST = 14, LARGEST = 340; // pixels of a cell
 const STRIP_HEIGHT = 17; // pixels of the number below a thumbnail
 const STRIPPED = 44; // smaller cells show their score in place of the thumbnail
 const ROW_HEAD = 36, COLUMN_HEAD = 20, TITLE = 28, GROUP_GAP = 24; // pixels

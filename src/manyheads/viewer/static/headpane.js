@@ -286,6 +286,17 @@ class HeadPane {
     return tile.image;
   }
 
+  // The coarsest tile in colours that end at its own largest weight, whatever is in view.
+  smallImageOf(tile) {
+    const { pooling, scale } = this.app.state, { t, s } = this.geometry;
+    const top = roundUp(this.grid.largest(tile, tile[pooling], this.grid.top, [0, 0], [0, t], [0, s])) || 1, key = `${pooling} ${scale} ${top}`;
+    if (tile.smallKey !== key) {
+      tile.smallKey = key;
+      tile.smallImage = this.colors.paint(tile, pooling, top, scale);
+    }
+    return tile.smallImage;
+  }
+
   // Paint the whole matrix from its coarsest tile.
   paintSmall(context, width, height) {
     const tile = this.tiles.get(this.grid.top, 0, 0);
@@ -294,7 +305,7 @@ class HeadPane {
     const box = [0, 0, (tile.cols * cols * width) / s, (tile.rows * rows * height) / t];
     context.fillStyle = this.app.hatch(context);
     context.fillRect(...box);
-    context.drawImage(this.imageOf(tile), ...box);
+    context.drawImage(this.smallImageOf(tile), ...box);
   }
 
   // The rectangle of the first cols × rows cells of a tile: x, y, width and height in whole pixels.
@@ -473,17 +484,17 @@ class HeadPane {
   }
 
   // The name of a token, or of the tokens from n to last. offset: the position of token 0, null if tokens have no labels.
-  name(offset, n, last = n) {
-    const name = (m) => `${count(m)}${offset === null ? "" : ` ${this.tokens.quoted(m + offset)}`}`;
+  name(tokens, offset, n, last = n) {
+    const name = (m) => `${count(m)}${offset === null ? "" : ` ${tokens.quoted(m + offset)}`}`;
     return last > n ? `${name(n)} to ${name(last)}` : name(n);
   }
 
   nameQuery(first, last = first) {
-    return this.name(this.tokens.queries && this.tokens.first, first, last);
+    return this.name(this.tokens.ofQueries, this.tokens.queries && this.tokens.queryOffset, first, last);
   }
 
   nameKey(first, last = first) {
-    return this.name(this.tokens.keys && 0, first, last);
+    return this.name(this.tokens, this.tokens.keys && 0, first, last);
   }
 
   // Show the value under the crosshair. A pinned weight is shown itself at every zoom, and a cell under the pointer as it is pooled.

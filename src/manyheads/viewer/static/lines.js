@@ -129,16 +129,16 @@ class LinesPage {
     this.written = true;
     const size = Math.max(this.rows.length, this.cols.length), row = (this.row = size <= 60 ? 22 : size <= 150 ? 18 : 15);
     this.board.style.setProperty("--row", `${row}px`), this.board.style.setProperty("--size", `${row < 18 ? 11 : row < 22 ? 12 : 14}px`);
-    const { first, queries } = this.tokens, labels = this.tokens.keys;
-    this.writeColumn(this.queries, this.rows, queries && ((n) => queries[n]), first);
-    this.writeColumn(this.keys, this.cols, labels && ((n) => labels[n]), labels && 0);
+    const { queries, ofQueries, queryOffset } = this.tokens, labels = this.tokens.keys;
+    this.writeColumn(this.queries, this.rows, queries && ((n) => queries[n]), ofQueries, queries && queryOffset);
+    this.writeColumn(this.keys, this.cols, labels && ((n) => labels[n]), this.tokens, labels && 0);
     this.items = { query: [...this.queries.children], key: [...this.keys.children] };
     this.queries.tabIndex = this.keys.tabIndex = -1;
   }
 
-  // Write the tokens of a column. name: returns the label of an index, or null. offset: the position of index 0 in the text, or null.
-  writeColumn(list, range, name, offset) {
-    const { tokens } = this;
+  // Write the tokens of a column. name: returns the label of an index, or null. offset: the position of index 0 in the text of
+  // `tokens`, or null.
+  writeColumn(list, range, name, tokens, offset) {
     list.replaceChildren(...Array.from({ length: range.length }, (_, row) => {
       const n = range.start + row, position = offset === null ? null : n + offset;
       const item = make("li", { role: "option", "data-n": n, tabindex: row ? -1 : 0, "aria-selected": "false" });
@@ -149,14 +149,14 @@ class LinesPage {
       item.title = word === null ? "" : `a piece of “${word}”`;
       item.classList.toggle("special", tokens.special.has(position));
       item.classList.toggle("joined", row > 0 && (tokens.joined.has(position) || tokens.shared.has(position)));
-      if (tokens.shared.has(position)) this.markPart(item, label, position, row);
+      if (tokens.shared.has(position)) this.markPart(item, label, tokens, position, row);
       return item;
     }));
   }
 
   // Mark a token that continues the characters of the one before: they are written once, at the first token in the column.
-  markPart(item, label, position, row) {
-    const [start, stop] = this.tokens.unit(position), part = `part ${position - start + 1} of ${stop - start}`;
+  markPart(item, label, tokens, position, row) {
+    const [start, stop] = tokens.unit(position), part = `part ${position - start + 1} of ${stop - start}`;
     item.classList.add("shared");
     item.title = `${part} of “${label.textContent}”`;
     item.setAttribute("aria-label", `${label.textContent}, ${part}, ${count(position)}`);
@@ -380,7 +380,7 @@ class LinesPage {
 
   // List the largest weights of a token: [head, row of the other column, weight].
   writeAside(token, weights, shares) {
-    const { first } = this.tokens, theme = this.app.themeName();
+    const theme = this.app.themeName();
     this.aside.dataset.token = token ? `${token.side} ${token.n}` : "";
     if (!token) {
       this.aside.replaceChildren(
@@ -388,10 +388,9 @@ class LinesPage {
         make("p", { class: "muted" }, "Point at a token to see only its lines, click to keep them. Shift and click on a token of the other column selects a pair."));
       return;
     }
-    const positionOf = (side, n) => (side === "key" ? n : first === null ? null : n + first);
     const named = (side, n, length) => {
-      const position = positionOf(side, n), labels = this.tokens.keys;
-      return position === null || !labels ? [`${side} ${count(n)}`] : [this.tokens.nameElement(position, length), ` ${count(position)}`];
+      if (side === "query") return this.tokens.titledQuery(n, length);
+      return this.tokens.keys ? this.tokens.titled(n, length) : [`key ${count(n)}`];
     };
     const other = token.side === "query" ? "key" : "query", { start } = other === "key" ? this.cols : this.rows;
     const rows = weights.slice(0, LISTED).map(([head, m, weight]) => {

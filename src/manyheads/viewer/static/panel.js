@@ -5,7 +5,7 @@ const PAUSE = 60; // milliseconds that the crosshair must rest before data are r
 const CONTEXT = 6, LETTERS = 20; // tokens and characters before a key that are shown with it
 const CHART = 96; // pixels: the height of the chart of a row
 const AXIS = { left: 44, right: 12, above: 8, below: 20 }; // pixels around the chart
-const HINT = "Hover over a weight, or pin it by a click or tap: its query's weights over all keys appear here, and how the weight is computed.";
+const HINT = "Point at a weight, or pin it by a click or tap: its query's weights over all keys appear here, and how the weight is computed.";
 
 class SidePanel {
   // side: the element that has the panels.
@@ -178,11 +178,11 @@ class SidePanel {
       element.append(`key ${count(key)}`);
       return element;
     }
-    const [start, stop] = tokens.unit(key), first = Math.max(0, start - CONTEXT);
+    const [start, stop] = tokens.unit(key), [first] = tokens.unit(Math.max(0, start - CONTEXT));
     const text = (from, to) => (tokens.pieces ? tokens.text(from, to) : tokens.keys.slice(from, to).join(" ") + (to === start ? " " : ""));
     const written = tokens.pieces ? text(start, stop) : "", isBlank = !/\S/.test(written) || written.includes("\n");
     const name = isBlank ? tokens.keys[key] : written; // labels mark blanks and the ends of lines
-    const before = Array.from(text(first, start).replaceAll(/\s+/g, " ")).slice(-LETTERS).join("");
+    const before = Array.from(letters.segment(text(first, start).replaceAll(/\s+/g, " ")), ({ segment }) => segment).slice(-LETTERS).join("");
     const context = make("span", { class: "muted" }, start > 0 ? `…${before}` : "");
     element.append(make("bdi", {}, context, make("mark", {}, name)), make("span", { class: "muted" }, ` ${count(key)}`));
     return element;

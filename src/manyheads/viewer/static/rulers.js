@@ -19,12 +19,12 @@ function drawRulers(context, geometry, tokens, chosen, theme) {
 function drawQueries(context, geometry, tokens, chosen, theme) {
   const { y, v, above, high, left } = geometry, [from, to] = geometry.queries, edge = left - geometry.strip - 8;
   const names = tokens.queries, step = v >= LINE_HEIGHT ? 1 : roundUp(30 / v);
-  const units = unitsOf(tokens, names, names && tokens.first, from, to, step);
+  const { ofQueries, queryOffset } = tokens, units = unitsOf(ofQueries, names, names && queryOffset, from, to, step);
   const labels = units.map((unit) => ({ unit, at: Math.max(above + 4, middleOf(unit, y, v, above, high)), size: LINE_HEIGHT, isChosen: includes(unit, chosen) }));
   context.textAlign = "right";
   for (const { unit, at, isChosen } of withoutOverlaps(labels)) {
     context.fillStyle = isChosen ? theme.accent : theme.text;
-    context.fillText(labelOf(context, tokens, names, unit.n, tokens.first, step === 1, edge - 6), edge, at);
+    context.fillText(labelOf(context, ofQueries, names, unit.n, queryOffset, step === 1, edge - 6), edge, at);
   }
   drawTicks(units, y, v, theme, context, [0, above, left, high], (along, across, size, thick) => context.fillRect(left - geometry.strip - 4 + across, along, thick, size));
 }
@@ -78,7 +78,8 @@ function middleOf({ n, tokens }, shift, size, from, length) {
 function labelOf(context, tokens, names, n, offset, isAll, width) {
   if (!names) return count(n);
   const number = ` ${count(n)}`, name = (isAll ? null : tokens.whole(n + offset)) ?? names[n];
-  return isolated(fitting(context, name, width - context.measureText(number).width)) + number;
+  const shown = fitting(context, name, width - context.measureText(number).width);
+  return shown === "…" && name !== shown ? count(n) : isolated(shown) + number;
 }
 
 // Leave out labels that would overlap the one before, or the chosen one. Each has a middle `at` and a `size`, in pixels.

@@ -18,13 +18,13 @@ class SaveButtons {
     this.element = make("fieldset", { id: "save", class: "choice" }, make("legend", {}, "save"), png, ...this.figures);
   }
 
-  // Figures have one head, or the difference of two.
+  // Figures have one head, or two of the same size.
   update() {
-    const isSingle = this.page.panes.length === 1;
+    const [first, second] = this.page.panes.map(({ layer }) => layer.shape.slice(2).join()), isPossible = !second || first === second;
     for (const figure of this.figures) {
-      figure.disabled = !isSingle;
-      figure.title = isSingle ? `save the view as a ${figure.textContent} file for papers`
-        : `a ${figure.textContent} file has one head or the difference of two; save both as a PNG`;
+      figure.disabled = !isPossible;
+      figure.title = isPossible ? `save the view as a ${figure.textContent} file for papers`
+        : `a ${figure.textContent} file has heads of the same size; save both as a PNG`;
     }
   }
 
@@ -72,7 +72,8 @@ async function saveFigure(page, format) {
   app.showMessage(message);
   const part = `${queries.join("/")}/${keys.join("/")}/${pooling}/${scale}/${format}`;
   const placeOf = ({ run, layer, head, batch }) => [run, layer, head, batch].join();
-  const address = pane.other ? `difference/${placeOf(pane.place)}/${placeOf(pane.other)}/${part}` : `figure/${run}/${layer}/${head}/${part}/${batch}`;
+  const both = page.panes[1]?.place ?? pane.other, kind = pane.other ? "difference" : "comparison";
+  const address = both ? `${kind}/${placeOf(pane.place)}/${placeOf(both)}/${part}` : `figure/${run}/${layer}/${head}/${part}/${batch}`;
   const bytes = await app.client.bytes(address);
   download(new Blob([bytes], { type: FIGURES[format] }), `${name}.${format}`);
   app.hideMessage(message);

@@ -29,12 +29,22 @@ class TextPage {
     this.names = this.tokens.keys ?? Array.from({ length: s }, (_, n) => count(n));
     deriveToken(state, this.tokens);
     this.chips.update(layer);
-    const { selected } = this;
-    this.first = this.firstToShow(selected);
+    const { selected } = this, wanted = selected ?? (this.first === undefined ? this.lastToShow() : null);
+    this.first = this.firstToShow(wanted);
     this.writePage();
-    if (selected !== null && selected !== this.revealed) this.spans[selected - this.first]?.scrollIntoView({ block: "nearest" });
-    this.revealed = selected;
-    await this.select(selected ?? this.first);
+    if (wanted !== null && wanted !== this.revealed) this.spans[wanted - this.first]?.scrollIntoView({ block: "nearest" });
+    this.revealed = wanted;
+    const isOn = this.shown >= this.first && this.shown < this.first + this.spans.length;
+    await this.select(wanted ?? (isOn ? this.shown : this.first));
+  }
+
+  // The token to show if none is selected: the last query that isn't blank or special, which attends to the text before it, or to
+  // all of it. The first token of a causal model attends to itself only.
+  lastToShow() {
+    const { tokens, layer: { shape: [, , t, s] } } = this, end = tokens.first === null ? s : Math.min(s, tokens.first + t);
+    const isText = (n) => !tokens.special.has(n) && /\S/.test(tokens.pieces?.[n] ?? this.names[n]);
+    for (let n = end - 1; n > 0; n--) if (isText(n)) return Math.min(end, tokens.unit(n)[1]) - 1; // the last token of a character
+    return Math.max(0, end - 1);
   }
 
   // The first token of the page: that of the page before, unless a token is selected since then that isn't on it. Then the page has
@@ -156,6 +166,7 @@ class TextPage {
   // Request and show the weights of a token, as a query and as a key.
   async select(token) {
     this.cancel();
+    this.shown = token;
     if (this.place !== this.opening) return; // another place is loading, or the page was removed: events of its elements may follow
     if (this.layer.finest) return this.showPooled(token);
     if (this.aside.dataset.token === undefined) this.aside.replaceChildren(make("p", { class: "muted" }, "Loading …"));
@@ -194,7 +205,7 @@ class TextPage {
     this.connect(token, row);
     const list = (title, line, offset, emptyText) => {
       const items = (line?.top ?? []).map(([n, weight]) => make("li", {},
-        offset === null ? make("b", {}, `query ${count(n)}`)
+        offset === null ? make("b", {}, ...this.tokens.titledQuery(n, 24))
           : make("button", { type: "button", onclick: () => this.choose(n + offset) }, ...this.tokens.titled(n + offset, 24)),
         make("span", { class: "value", "data-weight": weight }, format(weight, 4))));
       return [make("h3", {}, title), items.length ? make("ol", {}, ...items) : make("p", { class: "muted" }, emptyText)];

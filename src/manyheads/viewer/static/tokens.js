@@ -17,7 +17,8 @@ function fitting(context, name, width) {
   if (context.measureText(name).width <= width) return name;
   let length = 24;
   while (length > 1 && context.measureText(short(name, length)).width > width) length--;
-  return short(name, length);
+  const shortened = short(name, length);
+  return context.measureText(shortened).width <= width ? shortened : "…"; // a character may be wider
 }
 
 const GLYPH = 24, ALPHABET = 4000; // pixels of a glyph that is compared; the number of different characters that are
@@ -45,9 +46,17 @@ function findAbsentCharacter(text) {
 // The tokens of the keys and queries of a layer, from the API's response. Positions are those of keys; the query at a position
 // has the index `position - first`.
 class Tokens {
-  constructor({ queries, keys, first, text }) {
+  constructor({ queries, keys, first, text, query_text: queryText }) {
     Object.assign(this, { queries, keys, first, pieces: text?.pieces ?? null });
     for (const name of ["special", "shared", "joined"]) this[name] = new Set(text?.[name]);
+    // The text of the queries, whose index in it is `index + queryOffset`: another one in cross-attention.
+    this.ofQueries = first === null && queries ? new Tokens({ queries: null, keys: queries, first: null, text: queryText }) : this;
+    this.queryOffset = first ?? 0;
+  }
+
+  // The name of a query, as the children of an element.
+  titledQuery(index, length) {
+    return this.queries ? [this.ofQueries.nameElement(index + this.queryOffset, length), ` ${count(index + this.queryOffset)}`] : [`query ${count(index)}`];
   }
 
   // The first token of those that share a token's characters, and the one after the last.
