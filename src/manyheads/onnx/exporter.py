@@ -18,6 +18,7 @@ from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 
 from manyheads import extras
+from manyheads.cache import Cache
 from manyheads.kernels import exported
 from manyheads.kernels.exported import CHOICES, FIRST_OPSET, Call, Target
 from manyheads.shapes import kind, whole
@@ -147,6 +148,12 @@ def export(
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise ValueError(
             f"Expected a path in an existing folder, got {os.fspath(path)!r}. Create the folder."
+        )
+    if any(isinstance(leaf, Cache) for leaf in pytree.tree_leaves((tuple(args), dict(kwargs or {})))):
+        raise TypeError(
+            "Expected tensors as inputs of the graph, got a Cache. Export a function of tensors that appends "
+            "the new keys itself: k = torch.cat((past_k, k), 2), v likewise, and attention(q, k, v, "
+            "mask=Causal()). It is called with cache.keys and cache.values."
         )
     args, target = tuple(args), Target(opset_version, attention)
     settings = {"opset_version": opset_version, "verbose": False, **options}

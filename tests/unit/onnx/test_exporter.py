@@ -268,6 +268,12 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
     "opset": (mh.attention, {"opset_version": 17}, ValueError, ["opset_version", "at least 18", "17"]),
     "next opset": (mh.attention, {"opset_version": 25}, ValueError, ["opset_version", "at most 24", "25"]),
     "a tensor": (mh.attention, {"args": X}, TypeError, ["(x,)", "float32"]),
+    "a cache": (
+        mh.attention,
+        {"kwargs": {"c": mh.Cache()}},
+        TypeError,
+        ["a Cache", "torch.cat((past_k, k)"],
+    ),
     "the older exporter": (mh.attention, {"dynamo": False}, ValueError, ["dynamo=True"]),
 }
 
