@@ -274,6 +274,9 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
         TypeError,
         ["a Cache", "torch.cat((past_k, k)"],
     ),
+    "no arguments": (mh.attention, {"args": ()}, TypeError, ["example arguments", "got 0 args", "'q'"]),
+    "a list of kwargs": (mh.attention, {"kwargs": [X]}, TypeError, ["by name", "a list"]),
+    "a number as path": (mh.attention, {"path": 3}, TypeError, ["the file to write", "3"]),
     "the older exporter": (mh.attention, {"dynamo": False}, ValueError, ["dynamo=True"]),
 }
 
