@@ -502,9 +502,9 @@ class AttentionMap:
         numbers = torch.arange(t)[[chosen] if isinstance(chosen, int) else chosen]  # [n]
         size = b * h * len(numbers) * count * self.problem.dtype.itemsize
         if size > most_bytes(max_bytes):
-            images = "image of a query" if len(numbers) == 1 else f"images of {len(numbers)} queries"
+            what = "image of a query" if len(numbers) == 1 else f"images of {len(numbers)} queries"
             raise ValueError(
-                f"The {images} would take {amount(size)}, and max_bytes is {amount(max_bytes)}. Select fewer "
+                f"The {what} would take {amount(size)}, and max_bytes is {amount(max_bytes)}. Select fewer "
                 "queries or heads (amap.only), or raise max_bytes."
             )
         if isinstance(chosen, int):

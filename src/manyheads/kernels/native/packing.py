@@ -77,8 +77,8 @@ def pack(problem: Problem, out: Tensor, lse: Tensor | None) -> tuple[bytes, list
 def tensor_bytes(problem: Problem) -> int:
     """Return an upper bound on the bytes of the tensors that are made from a problem's mask and bias."""
     size, pairs = 0, problem.shape.t * problem.shape.s
-    has_tensor = not (problem.mask is None or isinstance(problem.mask, Band) or _is_full(problem))
-    rest = _rest(problem.mask.normal()) if has_tensor else None
+    mask = problem.mask
+    rest = None if mask is None or isinstance(mask, Band) or _is_full(problem) else _rest(mask.normal())
     if rest is not None and not isinstance(rest, Keep):  # Drop is a subclass
         b, h = problem.broadcast_sizes(rest)
         size += b * h * pairs
@@ -94,8 +94,9 @@ def _is_full(problem: Problem) -> bool:
     This is the usual case in generation, which needs no tensor for the mask.
     """
     mask, offset = problem.mask, problem.offset
-    is_placed = isinstance(mask, AtPositions) and isinstance(offset, int)
-    return is_placed and mask.is_full(range(offset, offset + problem.shape.t))
+    if not isinstance(mask, AtPositions) or not isinstance(offset, int):
+        return False
+    return mask.is_full(range(offset, offset + problem.shape.t))
 
 
 def _rest(normal: Normal) -> Mask | None:
