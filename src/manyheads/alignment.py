@@ -247,6 +247,12 @@ def align(
                 f"Expected tokens to be labels of all {t} queries, got {len(tokens)}. Label each "
                 "query with the token that it predicts, ids[1:]."
             )
+        if not isinstance(tokens, TokenizedText) and not all(isinstance(token, str) for token in tokens):
+            wrong = next(token for token in tokens if not isinstance(token, str))
+            raise TypeError(
+                f"Expected tokens to be strings, got {wrong!r}. Convert ids with "
+                "tokenizer.convert_ids_to_tokens."
+            )
         tokens = _take(tokens, rows)
     (path,) = Warp(maps, rows, cols, settings, pooled=True).paths()
     path = torch.stack((rows[path[:, 0]], cols[path[:, 1]]), -1)
@@ -321,6 +327,8 @@ def _resolve(index: Any, size: int, name: str) -> Tensor:
             index = torch.as_tensor(index)
         except (TypeError, ValueError, RuntimeError):
             index = torch.zeros(1, 1)
+        if index.dim() == 1 and not len(index):
+            index = index.long()  # an empty list becomes a tensor of floats
         if index.dim() != 1 or index.dtype.is_floating_point or index.dtype.is_complex:
             raise TypeError(f"Expected {name} to be a slice or a list of positions, such as slice(4, None).")
         if index.dtype == torch.bool:

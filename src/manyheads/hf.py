@@ -68,7 +68,7 @@ def register(name: str = NAME, *, kernel: str = "auto") -> None:
 
     Afterwards, `model.set_attn_implementation("manyheads")` and
     `from_pretrained(..., attn_implementation="manyheads")` run a model's attention on `manyheads.attention`.
-    Calling it again has no effect. `count` shows that every layer does.
+    Calling it again replaces the kernel of the name. `count` shows that every layer does.
 
     Args:
         name: The name of the implementation.

@@ -476,8 +476,8 @@ class AttentionMap:
             The weights `[b, h, rows, cols]`, or `[b, h, n, rows, cols]` for several queries.
 
         Raises:
-            IndexError: If a query or key doesn't exist.
-            TypeError: If an argument has the wrong type.
+            IndexError: If a query or key doesn't exist, or isn't a number.
+            TypeError: If another argument has the wrong type.
             ValueError: If the keys aren't rows × cols, the patches aren't known, or the result would take
                 more than max_bytes.
         """
@@ -499,15 +499,16 @@ class AttentionMap:
                 f"Expected {rows * cols} keys for grid=({rows}, {cols}), got {count} of s = {s} keys.{hint}"
             )
         chosen = _resolve(queries, t, AXES[2])
-        if isinstance(chosen, int):
-            return self[:, :, chosen, index].unflatten(-1, (rows, cols))  # [b, h, rows, cols]
-        numbers = torch.arange(t)[chosen]  # [n]
+        numbers = torch.arange(t)[[chosen] if isinstance(chosen, int) else chosen]  # [n]
         size = b * h * len(numbers) * count * self.problem.dtype.itemsize
         if size > most_bytes(max_bytes):
+            what = "image of a query" if len(numbers) == 1 else f"images of {len(numbers)} queries"
             raise ValueError(
-                f"The images of {len(numbers)} queries would take {size / 1e9:.3g} GB, and max_bytes is "
-                f"{max_bytes / 1e9:.3g} GB. Select fewer queries or heads (amap.only), or raise max_bytes."
+                f"The {what} would take {amount(size)}, and max_bytes is {amount(max_bytes)}. Select fewer "
+                "queries or heads (amap.only), or raise max_bytes."
             )
+        if isinstance(chosen, int):
+            return self[:, :, chosen, index].unflatten(-1, (rows, cols))  # [b, h, rows, cols]
         images = self.problem.q.new_empty(b, h, len(numbers), count, dtype=self.problem.dtype)
         step = max(1, STEP // max(1, b * h * count))
         for start in range(0, len(numbers), step):

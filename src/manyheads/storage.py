@@ -65,6 +65,7 @@ NONE = type(None)
 
 # The names of masks, biases and their fields in files. Don't change them when a class is renamed.
 IDS: Schema = {"ids": (Tensor,), "queries": (Tensor, NONE)}
+PLACES: Schema = {"positions": (Tensor,), "tokens": (int,), "group": (int,)}
 PARTS: dict[str, tuple[type[Value], Schema]] = {
     "Full": (masks.Full, {}),
     "Causal": (masks.Causal, {}),
@@ -81,9 +82,11 @@ PARTS: dict[str, tuple[type[Value], Schema]] = {
     "And": (masks.And, {"left": (Mask,), "right": (Mask,)}),
     "Or": (masks.Or, {"left": (Mask,), "right": (Mask,)}),
     "Not": (masks.Not, {"mask": (Mask,)}),
+    "AtPositions": (masks.AtPositions, {"mask": (Mask,), **PLACES}),
     "ALiBi": (biases.ALiBi, {"slopes": (Tensor,)}),
     "Relative": (biases.Relative, {"table": (Tensor,)}),
     "Dense": (biases.Dense, {"values": (Tensor,)}),
+    "BiasAtPositions": (biases.BiasAtPositions, {"bias": (Bias,), **PLACES}),
 }
 WORDS = {cls: word for word, (cls, _) in PARTS.items()}
 
@@ -273,11 +276,8 @@ class _Writer:
                 f"its mask has {part}, whose function can't be saved. Save the mask as a tensor: "
                 "amap.under(Keep(tensor))."
             )
-        if isinstance(part, masks.AtPositions | biases.BiasAtPositions):
-            raise ValueError(
-                "its keys are those that a Cache has kept, and a file has no positions of keys. Save maps "
-                "from before cache.keep."
-            )
+        if isinstance(part, masks.AtPositions | biases.BiasAtPositions) and selected is not None:
+            part, selected = part.only(*selected), None  # positions are selected by key head
         if type(part) not in WORDS:
             raise ValueError(f"Expected one of {', '.join(PARTS)} in a file, got {kind(part)}.")
         if depth > DEPTH:
@@ -524,7 +524,10 @@ class _Reader:
         if depth > DEPTH:
             raise ValueError(f"its mask is nested more than {DEPTH} deep.")
         cls, schema = PARTS[word]
-        return cls(**_fields(fields, schema, word, lambda field: self.value(field, depth + 1)))
+        found = _fields(fields, schema, word, lambda field: self.value(field, depth + 1))
+        if "positions" in found:
+            _check_positions(**{name: found[name] for name in PLACES})
+        return cls(**found)
 
     def tensor(self, tree: Any) -> Tensor:
         name = _fields(tree, {"tensor": (str,)}, "a reference to a tensor")["tensor"]
@@ -630,6 +633,19 @@ def _check_map(problem: Problem, lse: Tensor, value_norm: Tensor | None) -> None
         raise ValueError(
             f"Expected value_norm to be torch.float32, [b, g, s] = {list(keys)}, got {value_norm.dtype}, "
             f"{sizes(value_norm)}."
+        )
+
+
+def _check_positions(positions: Tensor, tokens: int, group: int) -> None:
+    """Raise ValueError unless these are positions `[b or 1, g or 1, s]` of the keys that a cache has kept."""
+    is_ascending = positions.dtype == torch.int64 and positions.dim() == 3 and group > 0
+    if is_ascending and positions.numel():
+        low, high = min_max(positions)
+        is_ascending = low >= 0 and high < tokens and bool((positions.diff(dim=2) > 0).all())
+    if not is_ascending:
+        raise ValueError(
+            f"Expected ascending positions below {tokens}, int64 [b, g, s], and a group of at least 1, got "
+            f"{sizes(positions)} of {positions.dtype} and {group}."
         )
 
 

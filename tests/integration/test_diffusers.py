@@ -23,6 +23,17 @@ def unet() -> tuple[Any, dict[str, Any]]:
     return model, {"sample": torch.randn(2, 4, 16, 12), "encoder_hidden_states": torch.randn(2, 7, 16)}
 
 
+def added() -> tuple[Any, dict[str, Any]]:
+    """A U-Net as DeepFloyd's, whose keys are those of the text and then those of the picture."""
+    model = diffusers.UNet2DConditionModel(
+        sample_size=16, layers_per_block=1, block_out_channels=(16, 32), norm_num_groups=8,
+        down_block_types=("SimpleCrossAttnDownBlock2D", "ResnetDownsampleBlock2D"), attention_head_dim=8,
+        mid_block_type="UNetMidBlock2DSimpleCrossAttn", cross_attention_dim=16,
+        up_block_types=("ResnetUpsampleBlock2D", "SimpleCrossAttnUpBlock2D"),
+    )  # fmt: skip
+    return model, {"sample": torch.randn(2, 4, 16, 12), "encoder_hidden_states": torch.randn(2, 7, 16)}
+
+
 def pixart() -> tuple[Any, dict[str, Any]]:
     model = diffusers.PixArtTransformer2DModel(
         num_attention_heads=2, attention_head_dim=16, out_channels=8, num_layers=2, cross_attention_dim=32,
@@ -67,10 +78,11 @@ def flux() -> tuple[Any, dict[str, Any]]:
 # The names of the layers that attend to text, the queries and keys of picture and text, and the grids.
 ALL = slice(None)
 MODELS: dict[Any, Any] = {
-    unet: ("attn2", ALL, ALL, {192: (16, 12), 48: (8, 6)}),
-    pixart: ("attn2", ALL, ALL, {48: (8, 6)}),
-    sd3: ("attn", slice(0, 48), slice(48, None), {55: (8, 6)}),
-    flux: ("attn", slice(7, None), slice(0, 7), {55: (8, 6)}),
+    unet: (("attn2",), ALL, ALL, {192: (16, 12), 48: (8, 6)}),
+    added: (("0", "1"), ALL, slice(0, 7), {192: (16, 12), 48: (8, 6)}),
+    pixart: (("attn2",), ALL, ALL, {48: (8, 6)}),
+    sd3: (("attn",), slice(0, 48), slice(48, None), {55: (8, 6)}),
+    flux: (("attn",), slice(7, None), slice(0, 7), {55: (8, 6)}),
 }
 
 
@@ -80,7 +92,7 @@ def test_images_are_means_of_the_maps(make: Any) -> None:
     torch.manual_seed(0)
     model, inputs = make()
     model.eval()
-    kind, queries, keys, grids = MODELS[make]
+    names, queries, keys, grids = MODELS[make]
     keep = {"words": (8, 6)} if make is flux else "words"
     with torch.no_grad(), observe(model) as maps, observe(model, keep=keep) as recording:
         for step in (900, 500, 100):
@@ -88,7 +100,7 @@ def test_images_are_means_of_the_maps(make: Any) -> None:
     rows, cols = max(grids.values())
     layers = []
     for name in maps:
-        if name.split(".")[-1] != kind:
+        if name.split(".")[-1] not in names:
             continue
         calls = maps.calls(name)
         assert len(calls) == 3

@@ -31,6 +31,7 @@ from transformers.masking_utils import (  # noqa: E402
 )
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 
+from tests.integration.test_alignment import HEADS, whisper  # noqa: E402
 from tests.integration.test_huggingface import (  # noqa: E402
     DECODERS,
     MODELS,
@@ -147,6 +148,25 @@ def test_generation_token_for_token(name: str, cache: str | None) -> None:
         assert torch.equal(model.generate(**given, **options), expected)
     assert len(calls.layers) == (6 if name in ("t5", "bart") else 2)
     assert set(calls.layers.values()) <= {1, 5}  # an encoder's once
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("beams", [1, 2])
+def test_whisper_generates(beams: int) -> None:
+    model, sound = whisper(8), torch.randn(2, 16, 300)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": beams}
+    expected = model.generate(sound, **options)
+    model.set_attn_implementation("manyheads")
+    with hf.count(model) as calls, observe(model) as recording:
+        assert torch.equal(model.generate(sound, **options), expected)
+    assert len(calls.layers) == len(recording) == 7  # one of the encoder, and six of the decoder
+    if beams == 1:
+        ours = recording.align(HEADS, batch=1, queries=slice(3, None), seconds=0.02)
+        model.set_attn_implementation("sdpa")
+        with observe(model) as recording:
+            model.generate(sound, **options)
+        theirs = recording.align(HEADS, batch=1, queries=slice(3, None), seconds=0.02)
+        assert torch.equal(ours.times, theirs.times)
 
 
 @pytest.mark.full

@@ -11,6 +11,8 @@ from hypothesis import given
 from torch import Tensor
 
 import manyheads as mh
+from manyheads import kernels
+from manyheads.kernels.native import packing
 from tests.errors import raises
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -636,10 +638,46 @@ def test_place_returns_masks_by_position() -> None:
         assert cache.place(learned).bias is learned
 
 
-def test_a_map_after_keep_is_not_saved_without_its_positions(tmp_path: Any) -> None:
+@pytest.mark.parametrize("part", ["bare", "grouped", "one key head", "alibi"])
+def test_a_map_after_keep_is_saved_with_the_positions_of_its_keys(part: str, tmp_path: Any) -> None:
+    amap, full, _ = dropped_map(part)
+    amap.save(tmp_path / "map.safetensors")
+    opened = mh.AttentionMap.open(tmp_path / "map.safetensors")
+    assert torch.equal(opened.dense(), amap.dense())
+    assert torch.equal(opened.distance(), amap.distance())
+    assert opened.problem.tokens == 16
+    torch.testing.assert_close(opened.received().sum(-1), full.received(last=4).sum(-1))
+    amap.only(batch=[1], heads=[3, 0]).save(tmp_path / "some.safetensors")
+    some = mh.AttentionMap.open(tmp_path / "some.safetensors")
+    assert torch.equal(some.dense(), amap.dense()[1:, [3, 0]])
+
+
+@pytest.mark.parametrize("position", [-1, 16, 0])
+def test_a_file_with_wrong_positions_of_keys_is_not_opened(position: int, tmp_path: Any) -> None:
     amap, _, _ = dropped_map()
-    with raises(ValueError, match="Save maps from before cache.keep"):
-        amap.save(tmp_path / "map.safetensors")
+    mask: Any = amap.problem.mask
+    mask.positions.data[0, 0, 3] = position
+    amap.save(tmp_path / "map.safetensors")
+    with raises(ValueError, match="Expected ascending positions below 16"):
+        mh.AttentionMap.open(tmp_path / "map.safetensors")
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("seen", [None, 6], ids=["all", "a window"])
+def test_a_query_that_sees_all_kept_keys_needs_no_mask_tensor(steps: int, seen: int | None) -> None:
+    """The native kernel makes one only if some key is masked for some query."""
+    model, x = layer(), torch.randn(2, 15, E, dtype=torch.float64)
+    cache = mh.Cache(mask=mh.Causal() if seen is None else mh.Window(seen, 0))
+    with torch.no_grad():
+        model(x[:, :12], cache=cache)
+        cache.keep(chooser(torch.tensor([1, 4, 7])))
+        out, amap = model.attend(x[:, 12 : 12 + steps], cache=cache)
+    if kernels.load("native").built().startswith("not available"):
+        pytest.skip("the native kernel isn't built")
+    needs = packing.tensor_bytes(amap.problem)
+    assert bool(needs) == (steps > 1 or seen is not None)
+    v = cache.values.repeat_interleave(4 // model.kv_heads, 1)
+    torch.testing.assert_close(out, model.o((amap.dense() @ v).transpose(1, 2).flatten(2)))
 
 
 @pytest.mark.parametrize("first", ["no_grad", "inference"])

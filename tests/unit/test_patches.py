@@ -257,6 +257,31 @@ def pixtral(name: str, merge: int) -> Case:
     return model, inputs, change_patch(pixels, merge, 2 * merge, 6), Patches((2, 4), 3, 5), (1, 2)
 
 
+def internvl() -> Case:
+    vision = {**VISION, "image_size": [24, 24], "patch_size": [6, 6]}
+    config = transformers.InternVLConfig(
+        vision_config=vision, text_config=text("qwen2"), image_token_id=IMAGE, image_seq_length=4,
+    )  # fmt: skip
+    pixels = torch.randn(2, 3, 24, 24)  # two tiles
+    changed = pixels.clone()
+    changed[0] = change_patch(pixels[0], 3, 0, 6)
+    inputs = {"input_ids": tokens(4, 4), "pixel_values": pixels}
+    model = transformers.InternVLForConditionalGeneration(config)
+    return model, inputs, changed, Patches((2, 2), 3), (1, 0)
+
+
+def idefics3(name: str) -> Case:
+    config = getattr(transformers, f"{name}Config")(
+        vision_config=VISION, text_config=text("llama"), image_token_id=IMAGE, scale_factor=2, pad_token_id=0
+    )
+    pixels = torch.randn(1, 2, 3, 24, 24)  # two tiles
+    changed = pixels.clone()
+    changed[0, 0] = change_patch(pixels[0, 0], 3, 0, 6)
+    inputs = {"input_ids": tokens(4, 4, row_end=49), "pixel_values": pixels}
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    return model, inputs, changed, Patches((2, 2), 3), (1, 0)
+
+
 WIDE = {"out_hidden_size": 32, "intermediate_size": 32}
 LANGUAGE: dict[str, Callable[[], Case]] = {
     "LLaVA": lambda: llava("default", "clip_vision_model", 16, 3),
@@ -272,7 +297,14 @@ LANGUAGE: dict[str, Callable[[], Case]] = {
     "Qwen3-VL": lambda: qwen("Qwen3VL", deepstack_visual_indexes=[], num_position_embeddings=64, **WIDE),
     "Pixtral": lambda: pixtral("Llava", 1),
     "Mistral 3": lambda: pixtral("Mistral3", 2),
+    "InternVL": internvl,
+    "Idefics 3": lambda: idefics3("Idefics3"),
+    "SmolVLM": lambda: idefics3("SmolVLM"),
 }
+
+
+MIXING = ("out_proj.weight", "o_proj.weight", "attn.proj.weight", "output.dense.weight",
+          "projection_layer.weight")  # fmt: skip
 
 
 def build(case: Callable[[], Case]) -> Case:
@@ -282,7 +314,7 @@ def build(case: Callable[[], Case]) -> Case:
     for name, parameter in model.eval().named_parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.3)
-        mixes = name.endswith(("out_proj.weight", "o_proj.weight", "attn.proj.weight", "output.dense.weight"))
+        mixes = name.endswith(MIXING)
         if mixes and ("vision" in name or "visual" in name):
             nn.init.zeros_(parameter)
     return (model, *others)  # type: ignore[return-value]
@@ -294,11 +326,12 @@ def build(case: Callable[[], Case]) -> Case:
 )
 def test_the_patches_in_the_sequence_of_a_language_model_are_found(name: str) -> None:
     model, inputs, changed, expected, at = build(LANGUAGE[name])
+    language = "text_model" if name in ("Idefics 3", "SmolVLM") else "language_model"
     assert find_patches(model, inputs) == expected
-    assert changed_keys(model, inputs, changed, "language_model") == [expected.token(*at)]
+    assert changed_keys(model, inputs, changed, language) == [expected.token(*at)]
     with torch.no_grad(), manyheads.observe(model) as recording:
         model(**inputs)
-    assert recording.patches() == recording.patches("language_model") == expected
+    assert recording.patches() == recording.patches(language) == expected
     vision = next(n for n in recording if "vis" in n)
     if name == "Qwen2.5-VL":
         with raises(ValueError, "windows"):
@@ -349,6 +382,56 @@ def test_sequences_with_padding_and_several_pictures() -> None:
     )
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen3-VL"])
+def test_pictures_and_frames_of_a_video_in_one_sequence(name: str) -> None:
+    """A changed patch of the second picture, or of the second frame, changes the key of its token."""
+    model, inputs, _, _, _ = build(LANGUAGE[name])
+    video = [51] * 4
+    frames = [52, *video, 53, 4, 52, *video, 53] if name == "Qwen3-VL" else [52, *video, *video, 53]
+    ids = torch.tensor([[3, 52, *[IMAGE] * 4, 53, 4, *frames, 52, *[IMAGE] * 8, 53, 7, 9]])
+    pictures, clip = torch.randn(16 + 32, 216), torch.randn(2 * 16, 216)
+    inputs = {
+        "input_ids": ids, "pixel_values": pictures, "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 8]]),
+        "pixel_values_videos": clip, "video_grid_thw": torch.tensor([[2, 4, 4]]),
+        "mm_token_type_ids": (ids == IMAGE).long() + 2 * (ids == 51).long(),
+    }  # fmt: skip
+    second = 13 if name == "Qwen2-VL" else 16  # the first token of the second frame
+    last = ids.shape[1] - 11
+    places = [Patches((2, 2), 2), Patches((2, 2), 9), Patches((2, 2), second), Patches((2, 4), last)]
+    assert [find_patches(model, inputs, picture=n) for n in range(4)] == places
+    with torch.no_grad(), manyheads.observe(model) as recording:
+        model(**inputs)
+    assert [recording.patches("language_model", picture=n) for n in range(4)] == places
+    changed = pictures.clone()
+    changed[16 + (1 * 4 + 2) * 4 + 1] += 1  # of the block in row 1, column 2 of the second picture
+    assert changed_keys(model, inputs, changed, "language_model") == [places[3].token(1, 2)]
+    with torch.no_grad(), manyheads.observe(model) as other:
+        clip[16 + 2 * 4 + 3] += 1  # of the block in row 1, column 0 of the second frame
+        model(**inputs)
+    layer = next(name for name in recording if "language_model" in name)
+    difference = (recording[layer].problem.k - other[layer].problem.k).abs().amax((0, 1, 3))
+    assert (difference > 1e-6).nonzero().flatten().tolist() == [places[2].token(1, 0)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["LLaVA-NeXT", "LLaVA-OneVision"])
+def test_pictures_with_tiles_in_one_sequence(name: str) -> None:
+    model, inputs, _, _, _ = build(LANGUAGE[name])
+    count = 16 + 36
+    ids = torch.tensor([[3, *[IMAGE] * count, 4, *[IMAGE] * count, 7]])
+    pixels = torch.randn(2, 3, 3, 24, 24)
+    inputs = {"input_ids": ids, "pixel_values": pixels, "image_sizes": torch.tensor([[24, 48], [24, 48]])}
+    changed = pixels.clone()
+    changed[1, 0] = change_patch(pixels[1, 0], 2, 1, 6)
+    second = Patches((4, 4), 2 + count)
+    assert [find_patches(model, inputs, picture=n) for n in range(2)] == [Patches((4, 4), 1), second]
+    assert changed_keys(model, inputs, changed, "language_model") == [second.token(2, 1)]
+    joined = torch.tensor([[3, *[IMAGE] * count, *[IMAGE] * count, 4, 7]])
+    with raises(ValueError, "text between the pictures", "2 pictures and 1 sequences", "Patches(grid"):
+        find_patches(model, {**inputs, "input_ids": joined})
+
+
 def test_a_generation_keeps_the_patches_of_its_prompt_and_a_new_text_has_none() -> None:
     model, inputs, _, expected, _ = build(LANGUAGE["LLaVA"])
     with torch.no_grad(), manyheads.observe(model) as recording:
@@ -384,8 +467,6 @@ def test_the_sizes_of_qwens_pictures_are_needed() -> None:
     model, inputs, _, _, _ = build(LANGUAGE["Qwen2.5-VL"])
     with raises(ValueError, "image_grid_thw"):
         find_patches(model, {**inputs, "image_grid_thw": None})
-    with raises(ValueError, "videos"):
-        find_patches(model, {**inputs, "video_grid_thw": torch.tensor([[2, 4, 4]])})
     with raises(ValueError, "got none for the last 8", "Patches(grid"):
         find_patches(model, {**inputs, "input_ids": tokens(16)})
 

@@ -89,6 +89,8 @@ def test_many_queries_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
         ({"queries": 0, "grid": 14}, TypeError, ("(rows, cols)", "14")),
         ({"queries": 0, "grid": (-2, -7)}, ValueError, ("at least 1", "-2")),
         ({"queries": slice(None), "grid": (2, 7), "max_bytes": 100}, ValueError, ("14 queries", "max_bytes")),
+        ({"queries": 0, "grid": (2, 7), "max_bytes": 100}, ValueError, ("image of a query", "max_bytes")),
+        ({"queries": 0, "grid": (2, 7), "max_bytes": "1"}, TypeError, ("max_bytes", "'1'")),
     ],
 )
 def test_an_image_that_does_not_exist_raises(arguments: dict, error: Any, words: tuple[str, ...]) -> None:
@@ -278,6 +280,10 @@ def test_pictures_of_pil_and_grey_pictures() -> None:
         (PIXELS, {"scale": "log"}, ValueError, ('"shared"', "'log'")),
         (PIXELS, {"alpha": 2}, ValueError, ("0 to 1", "2")),
         (PIXELS, {"titles": ["a"]}, ValueError, ("each of 2 heads", "1")),
+        (PIXELS, {"mean": 0.5, "std": 0.0}, ValueError, ("std to be positive", "0.0")),
+        (PIXELS, {"titles": 3}, TypeError, ("titles to be a list of strings", "3")),
+        (PIXELS, {"titles": "ab"}, TypeError, ("titles to be a list of strings", "'ab'")),
+        (PIXELS, {"titles": ["a", 2]}, TypeError, ("titles to be strings", "2")),
         (PIXELS, {"batch": 0}, ValueError, ("[b, h, rows, cols]",)),
     ],
 )

@@ -150,7 +150,6 @@ def test_every_mask_and_bias_has_its_word() -> None:
     made = {cls for module in (masks, biases) for cls in vars(module).values() if isinstance(cls, type)}
     found = {cls for base in (masks.Mask, biases.Bias) for cls in _subclasses(base)} & made
     shared, unwritten = {masks.Band, masks.Ids}, {masks.Rule, masks.Only, biases.OnlyBias}
-    unwritten |= {masks.AtPositions, biases.BiasAtPositions}  # files have no positions of keys
     assert found - shared - unwritten == set(storage.WORDS)
     for cls, schema in storage.PARTS.values():
         assert set(schema) == set(cls.names) - set(cls.unbound), cls

@@ -89,7 +89,11 @@ def overlay(
     count, rows, cols = maps.shape
     if query is not None:
         query = _check_query(query, rows, cols)
-    names = [f"head {n}" for n in range(count)] if titles is None else list(titles)
+    if titles is not None and (isinstance(titles, str) or not isinstance(titles, Sequence)):
+        raise TypeError(f"Expected titles to be a list of strings, got {titles!r}.")
+    names = [f"head {n}" for n in range(count)] if titles is None else [*titles]
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"Expected titles to be strings, got {names}.")
     if len(names) != count:
         raise ValueError(f"Expected a title for each of {count} heads, got {len(names)}.")
 
@@ -283,6 +287,8 @@ def _per_channel(numbers: Any, name: str, pixels: np.ndarray) -> np.ndarray:
         raise TypeError(f"Expected {name} to be a number or one per channel, got {numbers!r}.") from None
     if len(values) not in (1, pixels.shape[2]) or not np.isfinite(values).all():
         raise ValueError(f"Expected {name} to be a number or {pixels.shape[2]} numbers, got {numbers!r}.")
+    if name == "std" and (values <= 0).any():
+        raise ValueError(f"Expected std to be positive, the processor's image_std, got {numbers!r}.")
     return values
 
 

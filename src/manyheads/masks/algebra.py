@@ -372,6 +372,11 @@ class AtPositions(Mask):
             raise ValueError("Expected masks of the same keys, got masks that two caches have placed.")
         return other.mask
 
+    def is_full(self, rows: range) -> bool:
+        """Return True if these rows see every key, as far as the mask's intervals say. It reads no tensor."""
+        first, stop = self.mask.span(rows).all
+        return first <= 0 and stop >= self.tokens
+
     def _columns(self, interval: Interval) -> tuple[Tensor, Tensor]:
         """Return the first column inside an interval of positions and the first after it, per key head."""
         start, stop = interval

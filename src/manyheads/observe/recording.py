@@ -208,6 +208,8 @@ class Recording(Mapping[Any, Any]):
                 tokens, or the page would take more bytes.
         """
         maps: dict[str, AttentionMap] = {}
+        if isinstance(layers, Sequence) and not isinstance(layers, str) and not layers:
+            raise ValueError("Expected layers to be names or numbers, got none. Use None for all layers.")
         for name in self._select(layers):
             call = self._calls[name][-1]
             if isinstance(call, Reduced):
@@ -627,7 +629,8 @@ class Recording(Mapping[Any, Any]):
         amap = pictures.check_map(name, self[name]).only(batch=batch)
         rows, query_name, place = pictures.resolve_query(amap, patches, query)
         image = amap.image(rows, patches).mean(2)[0]  # [h, rows, cols]
-        options.setdefault("title", f"{name}, {query_name}")
+        which = f", picture {number}" if number else ""
+        options.setdefault("title", f"{name}, {query_name}{which}")
         options.setdefault("titles", [f"head {head}" for head in amap.heads])
         return figures.overlay(picture, image, query=place, **options)
 

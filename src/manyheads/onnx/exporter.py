@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -18,6 +19,7 @@ from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 
 from manyheads import extras
+from manyheads.cache import Cache
 from manyheads.kernels import exported
 from manyheads.kernels.exported import CHOICES, FIRST_OPSET, Call, Target
 from manyheads.shapes import kind, whole
@@ -131,7 +133,8 @@ def export(
 
     Raises:
         ImportError: If onnx, onnxscript or onnxruntime isn't installed.
-        TypeError: If the model isn't a module, a function or an exported program.
+        TypeError: If the model isn't a module, a function or an exported program, or an argument has the
+            wrong type or is missing.
         ValueError: If an option is wrong, the model is in training mode, attention can't be exported, or the
             outputs of onnxruntime and PyTorch differ.
     """
@@ -142,11 +145,21 @@ def export(
     whole(opset_version, "opset_version", LEAST_OPSET, LAST_OPSET)
     if isinstance(args, Tensor) or not isinstance(args, Sequence):
         raise TypeError(f"Expected args to be a tuple of arguments, got {kind(args)}: write (x,).")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"Expected kwargs to be arguments by name, got {kind(kwargs)}: write {{'x': x}}.")
+    if path is not None and not isinstance(path, str | os.PathLike):
+        raise TypeError(f"Expected path to be the file to write, or None, got {path!r}.")
     if options.pop("dynamo", True) is not True:
         raise ValueError("Expected dynamo=True: the older exporter of PyTorch isn't supported. Leave it out.")
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise ValueError(
             f"Expected a path in an existing folder, got {os.fspath(path)!r}. Create the folder."
+        )
+    if any(isinstance(leaf, Cache) for leaf in pytree.tree_leaves((tuple(args), dict(kwargs or {})))):
+        raise TypeError(
+            "Expected tensors as inputs of the graph, got a Cache. Export a function of tensors that appends "
+            "the new keys itself: k = torch.cat((past_k, k), 2), v likewise, and attention(q, k, v, "
+            "mask=Causal()). It is called with cache.keys and cache.values."
         )
     args, target = tuple(args), Target(opset_version, attention)
     settings = {"opset_version": opset_version, "verbose": False, **options}
@@ -164,6 +177,7 @@ def export(
         source: Callable[..., Any] = model.module()
     else:
         source = module = _as_module(model)
+        _check_arguments(module, args, kwargs or {})
         with _own_errors(), exported.exporting(target), _names(module, target):
             program = torch.onnx.export(
                 module, args, path, kwargs=dict(kwargs or {}), dynamic_shapes=dynamic_shapes, dynamo=True,
@@ -193,6 +207,19 @@ def _as_module(model: Any) -> nn.Module:
     if model.training:
         raise ValueError("Expected a model in evaluation mode, got one in training mode. Call model.eval().")
     return model
+
+
+def _check_arguments(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise TypeError if the model can't be called with these arguments."""
+    try:
+        signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"Expected example arguments of the model, got {len(args)} args and {len(kwargs)} kwargs: "
+            f"{error}. Write manyheads.onnx.export(model, (x,))."
+        ) from None
+    except ValueError:  # a function that isn't written in Python has no signature
+        pass
 
 
 @contextmanager

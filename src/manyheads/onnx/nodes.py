@@ -276,7 +276,19 @@ def from_onnx_attention(node: Any) -> AttentionNode:
         )
     if node.op_type != "Attention" or node.domain not in ("", "ai.onnx"):
         name = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
-        raise ValueError(f"Expected an Attention node of the ONNX standard, got a node of {name}.")
+        hint = ""
+        if node.domain == "com.microsoft" and "Attention" in node.op_type:
+            hint = (
+                " It is onnxruntime's own operator, whose inputs and masks differ. If onnxruntime's "
+                "optimizer made it, load the model from before the optimization; else compute its queries, "
+                "keys and values `[b, h, t, d]` and call manyheads.attention_with_map(q, k, v)."
+            )
+        elif node.op_type in ("MatMul", "Softmax"):
+            hint = (
+                " The model computes attention by plain operators. Export it with opset_version=23 or later, "
+                "which has the operator Attention."
+            )
+        raise ValueError(f"Expected an Attention node of the ONNX standard, got a node of {name}.{hint}")
     values = {name: default for name, (_, default) in ATTRIBUTES.items()}
     for attribute in node.attribute:
         values[attribute.name] = _read_attribute(attribute)

@@ -25,9 +25,10 @@ def find_patches(model: nn.Module, inputs: Any = None, *, batch: int = 0, pictur
 
     Vision transformers of transformers (ViT, DeiT, BEiT, DINOv2 with or without registers, DINOv3, CLIP,
     SigLIP, I-JEPA, …), of timm and of torchvision, and vision-language models of transformers (LLaVA,
-    Qwen-VL, PaliGemma, Gemma 3, Pixtral, …), for which it returns the patches in the sequence of the language
-    model. For their vision part, pass that part, such as `model.vision_tower`. A recording of `observe` finds
-    the patches of each layer itself: `recording.patches()`.
+    Qwen-VL, InternVL, SmolVLM, PaliGemma, Gemma 3, Pixtral, …), for which it returns the patches in the
+    sequence of the language model. A frame of a video, and a tile of InternVL, Idefics 3 or SmolVLM, counts
+    as a picture. For their vision part, pass that part, such as `model.vision_tower`. A recording of
+    `observe` finds the patches of each layer itself: `recording.patches()`.
 
     Args:
         model: The model.
@@ -66,6 +67,7 @@ class Inputs(NamedTuple):
     heights: list[list[int]] | None = None  # (height, width) of each picture (Pixtral, LLaVA-NeXT)
     earlier: int = 0  # the number of tokens in the cache of keys
     has_video: bool = False
+    frames: list[list[int]] | None = None  # the same of each video
 
     @classmethod
     def of(cls, inputs: Mapping[str, Any]) -> Inputs:
@@ -85,6 +87,7 @@ class Inputs(NamedTuple):
             _to_list(heights),
             int(earlier),
             read("pixel_values_videos", "video_grid_thw") is not None,
+            _to_list(read("video_grid_thw")),
         )
 
 
@@ -198,7 +201,9 @@ SPECIAL: dict[str, Callable[[Any], tuple[str, ...]]] = {
     "deit": lambda config: (CLASS, DISTILLATION),
     "dinov2_with_registers": _registers,
     "dinov3_vit": _registers,
-    **dict.fromkeys(("siglip_vision_model", "ijepa", "aimv2_vision_model"), _none),
+    **dict.fromkeys(
+        ("siglip_vision_model", "ijepa", "aimv2_vision_model", "idefics3_vision", "smolvlm_vision"), _none
+    ),
 }  # fmt: skip
 
 _WINDOWS = (
@@ -331,21 +336,21 @@ def _language_patches(model: nn.Module, config: Any, inputs: Inputs) -> Located:
         raise ValueError(
             f"The numbers of input_ids can't be read while a model is compiled or traced. {GIVE}"
         )
-    token = _image_token(config)
-    grids = _language_grids(model, config, inputs)
+    grids = _language_grids(model, config, inputs)  # by the id of their tokens
     located: Located = []
     for ids in inputs.ids:
-        places = (ids == token).nonzero().flatten().tolist()
+        places = torch.isin(ids.cpu(), torch.tensor([*grids])).nonzero().flatten().tolist()
         pictures, done = [], 0
         while done < len(places):
-            size = next(grids, None)
+            token = int(ids[places[done]])
+            size = next(grids[token], None)
             if size is None:
                 raise ValueError(
                     f"Expected a picture for each of the image tokens (id {token}), got none for the last "
                     f"{len(places) - done}. Give all inputs of the processor, or: {GIVE}"
                 )
             rows, cols = size.grid
-            taken = places[done : done + (size.tokens or len(places))]
+            taken = places[done : done + (size.tokens or _run(places[done:]))]
             if len(taken) < size.skipped + rows * cols or len(taken) < (size.tokens or 0):
                 raise ValueError(
                     f"Expected {size.tokens or rows * cols} image tokens (id {token}) for a picture of "
@@ -362,7 +367,7 @@ class Size(NamedTuple):
     """The grid of a picture in a language model's sequence, and how many image tokens it takes."""
 
     grid: tuple[int, int]
-    tokens: int | None = None  # None: all of the sequence, of which those of the grid come first
+    tokens: int | None = None  # None: those up to a token of text, of which those of the grid come first
     skipped: int = 0  # image tokens before the first patch, such as a class token
 
 
@@ -376,19 +381,37 @@ def _in_sequence(places: list[int], grid: tuple[int, int], earlier: int) -> Patc
     return found
 
 
-def _language_grids(model: nn.Module, config: Any, inputs: Inputs) -> Iterator[Size]:
+def _run(places: list[int]) -> int:
+    """Return how many of the first places follow each other."""
+    return next((n for n, place in enumerate(places) if place != places[0] + n), len(places))
+
+
+def _language_grids(model: nn.Module, config: Any, inputs: Inputs) -> dict[int, Iterator[Size]]:
+    """Return the sizes of a batch's pictures by the id of their tokens, in the order of the tokens."""
+    token, family = _image_token(config), config.model_type
+    assert token is not None
+    merge = getattr(config.vision_config, "spatial_merge_size", None)
+    if merge and family.startswith(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")):
+        if inputs.grids is None and inputs.frames is None:
+            raise ValueError(
+                f"The sizes of the pictures of {_name(model)} are in image_grid_thw, and of its videos in "
+                "video_grid_thw: give all inputs of the processor, find_patches(model, inputs)."
+            )
+        # A frame of a video is a picture of its own.
+        return {
+            of_kind: iter(
+                [_exact((rows // merge, cols // merge)) for t, rows, cols in grids for _ in range(t)]
+            )
+            for of_kind, grids in ((token, inputs.grids or []), (config.video_token_id, inputs.frames or []))
+        }
+    if inputs.has_video:
+        raise ValueError(f"The patches of videos of {_name(model)} aren't found. {GIVE}")
+    return {token: _picture_grids(model, config, inputs)}
+
+
+def _picture_grids(model: nn.Module, config: Any, inputs: Inputs) -> Iterator[Size]:
     """Return the sizes of a batch's pictures, in the order of their tokens."""
     family, vision = config.model_type, config.vision_config
-    if inputs.has_video:
-        raise ValueError(f"The patches of videos aren't found. {GIVE}")
-    merge = getattr(vision, "spatial_merge_size", None)
-    if merge and family.startswith(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")):
-        if inputs.grids is None:
-            raise ValueError(
-                f"The sizes of the pictures of {_name(model)} are in image_grid_thw: give all inputs of the "
-                "processor, find_patches(model, inputs)."
-            )
-        return (_exact((rows // merge, cols // merge)) for _, rows, cols in inputs.grids)
     if getattr(vision, "model_type", "") == "pixtral":  # also in Mistral 3, which merges patches
         if inputs.heights is None:
             raise ValueError(
@@ -397,6 +420,11 @@ def _language_grids(model: nn.Module, config: Any, inputs: Inputs) -> Iterator[S
             )
         side = vision.patch_size * getattr(config, "spatial_merge_size", 1)
         return (_exact((height // side, width // side)) for height, width in inputs.heights)
+    if family in ("internvl", "idefics3", "smolvlm"):  # each tile is a picture of its own
+        size = vision.image_size if inputs.pixels is None else inputs.pixels[-2:]
+        (height, width), patch = _pair(size), _pair(vision.patch_size)
+        merge = config.scale_factor if hasattr(config, "scale_factor") else round(1 / config.downsample_ratio)
+        return _forever(_exact((height // patch[0] // merge, width // patch[1] // merge)))
     if family == "gemma3":
         side = math.isqrt(config.mm_tokens_per_image)
         return _forever(_exact((side, side)))
@@ -406,7 +434,7 @@ def _language_grids(model: nn.Module, config: Any, inputs: Inputs) -> Iterator[S
         if getattr(config, "vision_feature_select_strategy", "full") == "default":
             skipped = max(skipped - 1, 0)
         if family in ("llava_next", "llava_onevision"):  # the whole picture comes first, then its tiles
-            _check_one_picture(model, _image_token(config), inputs)
+            _check_runs(model, _image_token(config), inputs)
             return _forever(Size(tower.grid, None, skipped))
         rows, cols = tower.grid
         return _forever(Size(tower.grid, skipped + rows * cols, skipped))
@@ -415,18 +443,21 @@ def _language_grids(model: nn.Module, config: Any, inputs: Inputs) -> Iterator[S
     )
 
 
-def _check_one_picture(model: nn.Module, token: int | None, inputs: Inputs) -> None:
-    """Raise ValueError if a sequence has several pictures, whose tiles have unknown numbers of tokens."""
+def _check_runs(model: nn.Module, token: int | None, inputs: Inputs) -> None:
+    """Raise ValueError unless text is between the pictures, whose tiles have unknown numbers of tokens."""
     count, ids = None if inputs.heights is None else len(inputs.heights), inputs.ids
     if count is None and inputs.pixels is not None and len(inputs.pixels) == 5:
         count = inputs.pixels[0]
     assert ids is not None
     is_image = torch.nn.functional.pad(torch.eq(ids, -1 if token is None else token), (1, 0))
     runs = (is_image[:, 1:] & ~is_image[:, :-1]).sum(1)  # [b], the runs of image tokens
-    if (count is not None and count > len(ids)) or int(runs.max()) > 1:
+    is_unknown = int(runs.max()) > 1 if count is None else int(runs.sum()) not in (0, count)
+    if is_unknown:
+        given = "an unknown number of" if count is None else count
         raise ValueError(
-            f"{_name(model)} reads tiles after each picture, so several pictures in a sequence aren't "
-            f"found. {GIVE}"
+            f"Expected text between the pictures of {_name(model)}, which have tokens of their tiles too, "
+            f"got {given} pictures and {int(runs.sum())} sequences of image tokens. Give all inputs of the "
+            f"processor, or: {GIVE}"
         )
 
 

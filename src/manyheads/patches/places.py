@@ -187,8 +187,9 @@ def select(located: Located, batch: int, picture: int) -> Patches:
     pictures = located[batch if len(located) > 1 else 0]
     if not -len(pictures) <= whole(picture, "picture", least=-(1 << 60)) < len(pictures):
         raise IndexError(
-            f"There is no picture {picture}: sequence {batch} has {len(pictures)} pictures. Use a smaller "
-            "number."
+            f"There is no picture {picture}: sequence {batch} has {len(pictures)} "
+            f"picture{'' if len(pictures) == 1 else 's'}. "
+            + (f"Use 0 to {len(pictures) - 1}." if pictures else "Run the model on a picture.")
         )
     return pictures[picture]
 

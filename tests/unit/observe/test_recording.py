@@ -868,6 +868,7 @@ def test_what_bertviz_cannot_show_raises() -> None:
     for ask, kind, words in [
         (lambda: recording.to_bertviz(), ValueError, r"one shape.*\[3, 5, 5\] \(a\) and \[3, 3, 5\] \(b\)"),
         (lambda: recording.to_bertviz("c"), KeyError, "No layer 'c'"),
+        (lambda: recording.to_bertviz([]), ValueError, "names or numbers, got none"),
         (lambda: recording.to_bertviz([1.5]), TypeError, "got a float"),
         (lambda: recording.to_bertviz(2.0), TypeError, "layers to be names or numbers, got a float"),
         (lambda: recording.to_bertviz("a", batch=7), IndexError, r"batch entry \[7\]"),

@@ -268,6 +268,15 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
     "opset": (mh.attention, {"opset_version": 17}, ValueError, ["opset_version", "at least 18", "17"]),
     "next opset": (mh.attention, {"opset_version": 25}, ValueError, ["opset_version", "at most 24", "25"]),
     "a tensor": (mh.attention, {"args": X}, TypeError, ["(x,)", "float32"]),
+    "a cache": (
+        mh.attention,
+        {"kwargs": {"c": mh.Cache()}},
+        TypeError,
+        ["a Cache", "torch.cat((past_k, k)"],
+    ),
+    "no arguments": (mh.attention, {"args": ()}, TypeError, ["example arguments", "got 0 args", "'q'"]),
+    "a list of kwargs": (mh.attention, {"kwargs": [X]}, TypeError, ["by name", "a list"]),
+    "a number as path": (mh.attention, {"path": 3}, TypeError, ["the file to write", "3"]),
     "the older exporter": (mh.attention, {"dynamo": False}, ValueError, ["dynamo=True"]),
 }
 

@@ -216,7 +216,12 @@ NODES: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "another domain": (
         lambda: onnx.helper.make_node("Attention", ["X"], ["Y"], domain="com.microsoft"),
         ValueError,
-        ["com.microsoft.Attention"],
+        ["com.microsoft.Attention", "onnxruntime's own operator", "attention_with_map(q, k, v)"],
+    ),
+    "plain operators": (
+        lambda: onnx.helper.make_node("MatMul", ["X", "Y"], ["Z"]),
+        ValueError,
+        ["opset_version=23"],
     ),
     "unknown attribute": (lambda: node(dropout=0.1), ValueError, ["dropout", "isn't supported"]),
     "a type": (lambda: node(is_causal=1.0), ValueError, ["is_causal", "an int"]),

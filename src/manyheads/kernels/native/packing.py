@@ -11,7 +11,7 @@ from torch import Tensor
 
 from manyheads.biases import ALiBi, Dense
 from manyheads.kernels.native import library
-from manyheads.masks import FAR, Band, Documents, Drop, Keep, Lengths, Mask, Normal
+from manyheads.masks import FAR, AtPositions, Band, Documents, Drop, Keep, Lengths, Mask, Normal
 from manyheads.problem import ALL, Problem
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # numbered as in problem.h
@@ -36,7 +36,7 @@ def pack(problem: Problem, out: Tensor, lse: Tensor | None) -> tuple[bytes, list
     low, high, real, ids, slopes = -FAR, FAR, (0, 0), (0, 0, 0, 0), (0, 0)
     keep: tuple[int, ...] = (0,) * 5
     bias: tuple[int, ...] = (0,) * 5
-    if problem.mask is not None:
+    if problem.mask is not None and not _is_full(problem):
         normal = problem.mask.normal()
         if normal.band[0] is not None:
             low = min(normal.band[0], FAR)
@@ -77,7 +77,8 @@ def pack(problem: Problem, out: Tensor, lse: Tensor | None) -> tuple[bytes, list
 def tensor_bytes(problem: Problem) -> int:
     """Return an upper bound on the bytes of the tensors that are made from a problem's mask and bias."""
     size, pairs = 0, problem.shape.t * problem.shape.s
-    rest = None if problem.mask is None or isinstance(problem.mask, Band) else _rest(problem.mask.normal())
+    mask = problem.mask
+    rest = None if mask is None or isinstance(mask, Band) or _is_full(problem) else _rest(mask.normal())
     if rest is not None and not isinstance(rest, Keep):  # Drop is a subclass
         b, h = problem.broadcast_sizes(rest)
         size += b * h * pairs
@@ -85,6 +86,17 @@ def tensor_bytes(problem: Problem) -> int:
         b, h = problem.broadcast_sizes(problem.bias)
         size += b * h * pairs * problem.dtype.itemsize
     return size
+
+
+def _is_full(problem: Problem) -> bool:
+    """Return True if the mask is that of a cache that dropped keys, all others of which every query sees.
+
+    This is the usual case in generation, which needs no tensor for the mask.
+    """
+    mask, offset = problem.mask, problem.offset
+    if not isinstance(mask, AtPositions) or not isinstance(offset, int):
+        return False
+    return mask.is_full(range(offset, offset + problem.shape.t))
 
 
 def _rest(normal: Normal) -> Mask | None:

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from inspect import Parameter, signature
 from typing import Any
 
@@ -288,21 +288,17 @@ def is_causal_by_default(module: nn.Module, kernel: str = "manyheads") -> bool:
     return bool(getattr(module, "is_causal", True))
 
 
+_supporting: dict[type, bool] = {}  # not functools.cache: `hf` marks the function for torch.compile
+
+
 def supports_sdpa(kind_of_module: type) -> bool:
     """Return True if a model that is defined beside this kind of module supports `sdpa`."""
-    return _find_sdpa(kind_of_module)
-
-
-@cache
-def _find_sdpa(kind_of_module: type) -> bool:
-    """Return True if a model that is defined beside this kind of module supports `sdpa`."""
-    for base in kind_of_module.__mro__:
-        home = sys.modules.get(base.__module__)
-        names = {} if home is None else dict(vars(home))
-        flags = [each._supports_sdpa for each in names.values() if hasattr(each, "_supports_sdpa")]
-        if flags:
-            return any(flags)
-    return False
+    if kind_of_module not in _supporting:
+        homes = [sys.modules.get(base.__module__) for base in kind_of_module.__mro__]
+        names = [[] if home is None else [*vars(home).values()] for home in homes]
+        flags = [[each._supports_sdpa for each in some if hasattr(each, "_supports_sdpa")] for some in names]
+        _supporting[kind_of_module] = any(next(filter(None, flags), []))
+    return _supporting[kind_of_module]
 
 
 def _sample_rows(problem: Problem) -> Tensor:
