@@ -235,7 +235,7 @@ def train_in_several(group: Group, folder: Path, text: Path) -> None:
     # A full disk, in one process and in the other.
     from torch.distributed.checkpoint.filesystem import FileSystem
 
-    before = (folder / "both" / "state.json").read_bytes()
+    before = (folder / "damaged" / "state.json").read_bytes()
     create, write_files = FileSystem.create_stream, checkpoint.write_files
 
     def full(*arguments: object, **more: object) -> Any:
@@ -248,13 +248,13 @@ def train_in_several(group: Group, folder: Path, text: Path) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     FileSystem.create_stream = full  # type: ignore[method-assign, assignment]
-    fails(OSError, f"both/{SHARDS} can't be written: No space left", resume=True, out="both")
+    fails(OSError, f"damaged/{SHARDS} can't be written: No space left", resume=True)
     FileSystem.create_stream = create  # type: ignore[method-assign]
     checkpoint.write_files = full_first
-    fails(OSError, "both/model.safetensors can't be written: No space left", resume=True, out="both")
+    fails(OSError, "damaged/model.safetensors can't be written: No space left", resume=True)
     checkpoint.write_files = write_files
-    assert (folder / "both" / "state.json").read_bytes() == before
-    assert not (folder / "both" / checkpoint.WRITING).exists()
+    assert (folder / "damaged" / "state.json").read_bytes() == before
+    assert not (folder / "damaged" / checkpoint.WRITING).exists()
     # Shards that are missing, cut short, and of a different checkpoint.
     shard = sorted((folder / "damaged" / SHARDS).iterdir())[-1]
     content = shard.read_bytes()
