@@ -23,6 +23,7 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
@@ -464,8 +465,11 @@ def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     import torch.distributed.checkpoint as dcp
 
     reader = dcp.HuggingFaceStorageReader(str(folder / SHARDS))
+    alone = not torch.distributed.is_initialized()
     try:
-        dcp.load(dict(tensors), storage_reader=reader, no_dist=not torch.distributed.is_initialized())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in a process alone
+            dcp.load(dict(tensors), storage_reader=reader, no_dist=alone)
     except dcp.CheckpointException as error:
         raise ValueError(f"{folder / SHARDS} can't be read: {_first_failure(error)}. {RESTORE}") from None
     for name, tensor in tensors.items():
