@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -124,8 +124,9 @@ def reducing(module: nn.Module, part: Part) -> AbstractContextManager[None]:
 
 def reshard(model: nn.Module) -> None:
     """Free the gathered weights that a forward without a backward leaves in a sharded model."""
-    if hasattr(model, "reshard"):  # an FSDPModule
-        model.reshard()
+    sharded: Any = model
+    if hasattr(sharded, "reshard"):  # an FSDPModule
+        sharded.reshard()
 
 
 def gathered(model: LanguageModel) -> dict[str, Tensor]:
@@ -154,10 +155,10 @@ def whole(tensor: Tensor) -> Tensor:
 
 def like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """Return a tensor on the device of a parameter, and sharded like it."""
-    if hasattr(parameter, "placements") and not hasattr(tensor, "placements"):
+    on_device, sharded = tensor.to(parameter.device), cast(Any, parameter)
+    if hasattr(sharded, "placements") and not hasattr(tensor, "placements"):  # a DTensor, and a tensor
         from torch.distributed.tensor import distribute_tensor
 
-        on_device, mesh = tensor.to(parameter.device), parameter.device_mesh
         # Every process has the whole tensor, so that none is sent (`src_data_rank=None`).
-        return distribute_tensor(on_device, mesh, parameter.placements, src_data_rank=None)
-    return tensor.to(parameter.device)
+        return distribute_tensor(on_device, sharded.device_mesh, sharded.placements, src_data_rank=None)
+    return on_device
