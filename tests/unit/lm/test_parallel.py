@@ -355,7 +355,7 @@ def step_of(folder: Path) -> int:
 
 @pytest.mark.parametrize(
     "kills",
-    [pytest.param(2, marks=pytest.mark.full), pytest.param(20, marks=pytest.mark.exhaustive)],
+    [pytest.param(1, marks=pytest.mark.full), pytest.param(20, marks=pytest.mark.exhaustive)],
 )
 def test_killed_and_interrupted_runs_end_with_a_sentence_and_resume(
     text: Path, tmp_path: Path, kills: int
