@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -124,10 +124,9 @@ def reducing(module: nn.Module, part: Part) -> AbstractContextManager[None]:
 
 def reshard(model: nn.Module) -> None:
     """Free the gathered weights that a forward without a backward leaves in a sharded model."""
-    from torch.distributed.fsdp import FSDPModule
-
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    sharded: Any = model
+    if hasattr(sharded, "reshard"):  # an FSDPModule
+        sharded.reshard()
 
 
 def gathered(model: LanguageModel) -> dict[str, Tensor]:
@@ -148,17 +147,18 @@ def scatter(model: LanguageModel, weights: dict[str, Tensor]) -> None:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor that may be sharded. All processes call it."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if hasattr(tensor, "full_tensor"):  # a DTensor, whose module one process needn't import
+        full: Tensor = tensor.full_tensor()
+        return full
+    return tensor
 
 
 def like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """Return a tensor on the device of a parameter, and sharded like it."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    on_device, sharded = tensor.to(parameter.device), cast(Any, parameter)
+    if hasattr(sharded, "placements") and not hasattr(tensor, "placements"):  # a DTensor, and a tensor
+        from torch.distributed.tensor import distribute_tensor
 
-    if isinstance(parameter, DTensor) and not isinstance(tensor, DTensor):
-        mesh = parameter.device_mesh
         # Every process has the whole tensor, so that none is sent (`src_data_rank=None`).
-        return distribute_tensor(tensor.to(parameter.device), mesh, parameter.placements, src_data_rank=None)
-    return tensor.to(parameter.device)
+        return distribute_tensor(on_device, sharded.device_mesh, sharded.placements, src_data_rank=None)
+    return on_device
