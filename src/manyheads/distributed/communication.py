@@ -125,7 +125,7 @@ def agree(group: Any, compute: Callable[[], dict[str, Any]], same: Sequence[str]
     mine: dict[str, Any] = {}
     try:
         mine = compute()
-    except (TypeError, ValueError, RuntimeError) as caught:
+    except Exception as caught:  # whatever it is, the other ranks have to learn of it
         error = caught
         mine = {"error": f"{type(caught).__name__}: {caught}"}
     ranks: list[Any] = [None] * dist.get_world_size(group)
