@@ -21,21 +21,10 @@ ROOT = Path(manyheads.__file__).parent
 # layer. An entry is a module, or a package with everything in it.
 LAYERS = (
     ("startup", "shapes", "tokens", "trees", "extras"),
-    ("layouts", "patches", "masks", "biases", "positions"),
+    ("layouts", "patches", "shards", "masks", "biases", "positions"),
     ("problem", "scores"),
     ("kernels",),
-    (
-        "shards",
-        "storage",
-        "statistics",
-        "maps",
-        "measures",
-        "warping",
-        "alignment",
-        "highlights",
-        "cache",
-        "bridges",
-    ),
+    ("storage", "statistics", "maps", "measures", "warping", "alignment", "highlights", "cache", "bridges"),
     ("functional", "layers", "policies", "classic", "figures", "onnx"),
     ("sdpa_hooks", "acceleration", "observe", "hf", "distributed", "lm"),
     ("viewer", "checker", "text", "bench"),
