@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import manyheads as mh
 from manyheads import distributed
@@ -153,7 +153,23 @@ def measure_routes(mesh: DeviceMesh) -> dict[str, dict[str, Any]]:
         with distributed.count_traffic() as backward:
             out.sum().backward()
         found[name] = {"forward": vars(forward), "backward": vars(backward)}
+    check_one_dimension()
     return found
+
+
+def check_one_dimension() -> None:
+    """Attention over one dimension of a mesh of 2 × 2 ranks, whose other dimension has other sequences."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    generator = torch.Generator().manual_seed(mesh.get_local_rank("data"))
+    whole = [torch.randn(1, 2, 8, 4, generator=generator, requires_grad=True) for _ in range(3)]
+    rank = mesh.get_local_rank("sequence")
+    mine = [x.detach()[:, :, 4 * rank : 4 * rank + 4].requires_grad_() for x in whole]
+    out = distributed.attention(*mine, mesh=mesh["sequence"], mask=mh.Causal())
+    expected = mh.attention(*whole, mask=mh.Causal())
+    torch.testing.assert_close(out, expected[:, :, 4 * rank : 4 * rank + 4])
+    grads = torch.autograd.grad(expected.square().sum(), whole)
+    for x, y in zip(torch.autograd.grad(out.square().sum(), mine), grads, strict=True):
+        torch.testing.assert_close(x, y[:, :, 4 * rank : 4 * rank + 4])
 
 
 def attend_with_map(mesh: DeviceMesh) -> dict[str, Any]:
