@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import manyheads as mh
 from manyheads import distributed
+from manyheads.distributed import ring
 from manyheads.masks import AtPositions
 from tests.cases import FACTORS, Case, gradients, make, pairwise
 
@@ -142,17 +144,33 @@ ROUTES = {  # masks and layouts, and whether the ring sends the minimum
 
 
 def measure_routes(mesh: DeviceMesh) -> dict[str, dict[str, Any]]:
-    """What this rank sends for each mask and layout."""
-    found = {}
+    """What this rank sends for each mask and layout, and the most tokens whose keys and values it holds."""
+    found: dict[str, dict[str, Any]] = {}
+    packed: list[int] = []  # tokens in each piece of memory that exists
+    create = ring.Packed.__init__
+
+    def count(self: Any, ring: Any, s: int, step: int, memory: Tensor) -> None:
+        create(self, ring, s, step, memory)
+        tokens = len(memory) // ring.size
+        packed.append(tokens)
+        weakref.finalize(self, packed.remove, tokens)
+        held.append(sum(packed))
+
+    held: list[int] = []
+    ring.Packed.__init__ = count  # type: ignore[method-assign]
     for name, (mask, layout, _) in ROUTES.items():
         positions = positions_of(layout, mesh.get_local_rank(), mesh.size())
         x = torch.ones(2, 4, len(positions), 8, requires_grad=True)
         k = torch.ones(2, 2, len(positions), 8, requires_grad=True)
         with distributed.count_traffic() as forward:
             out = distributed.attention(x, k, k, mesh=mesh, mask=mask, positions=positions)
+        found[name] = {"held": max(held)}
+        held.clear()
         with distributed.count_traffic() as backward:
             out.sum().backward()
-        found[name] = {"forward": vars(forward), "backward": vars(backward)}
+        found[name] |= {"forward": vars(forward), "backward": vars(backward), "held with gradient": max(held)}
+        held.clear()
+    ring.Packed.__init__ = create  # type: ignore[method-assign]
     check_one_dimension()
     return found
 

@@ -30,7 +30,8 @@ class Cost:
         messages: The messages that a rank sends, on average.
         steps: The rounds of communication, each of which waits for the one before.
         hidden: Whether communication runs while a rank computes.
-        kept: The bytes of queries, keys, values and output, and of what is received, at the peak.
+        kept: The bytes of queries, keys, values, output, gradients and what is received, at the peak. What a
+            kernel needs while it computes isn't included.
     """
 
     flops: float
@@ -131,9 +132,15 @@ def cost(
         per_token = batch * keys * (itemsize + gradient * (itemsize + wide))
         # Two sets of keys (the present and the next), a partial output beside the sum, and for a gradient the
         # sums of queries' and keys' gradients (home, present, next, previous) and those of a block.
-        kept = itemsize * (queries + keys + 2 * outputs) + wide * outputs + 2 * itemsize * keys
+        kept = (
+            itemsize * (queries + keys + 2 * outputs) + wide * outputs + (1 + (ranks > 1)) * itemsize * keys
+        )
         if gradient:
-            kept = itemsize * (queries + keys + 2 * outputs) + wide * queries + 2 * itemsize * keys
+            kept = (
+                itemsize * (queries + keys + 2 * outputs)
+                + wide * queries
+                + (1 + (ranks > 1)) * itemsize * keys
+            )
             kept += (2 if ranks == 1 else 3 if ranks == 2 else 4) * wide * keys + itemsize * (queries + keys)
         return Cost(
             flops=batch * heads * scores * per_score,

@@ -156,6 +156,10 @@ def test_the_ring_sends_what_the_route_says(tmp_path: Path) -> None:
         parts = [cut_into_parts(positions_of(layout, rank, 4).sort().values) for rank in range(4)]
         route = Route(parts, mask, TOKENS)
         size = 2 * 2 * 16 * 4  # bytes of a token's keys and values
+        # A rank holds the keys of the present step and of the next; for a gradient, also sums: its own, those
+        # of the step, of the step before, and those that arrive.
+        assert all(result[name]["held"] <= 2 * TOKENS // 4 for result in results), name
+        assert all(result[name]["held with gradient"] <= 6 * TOKENS // 4 for result in results), name
         keys, back = route.keys_sent(), route.gradients_sent()
         for what, tokens, messages in (
             ("forward", keys.tokens, keys.messages),
