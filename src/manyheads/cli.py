@@ -598,9 +598,9 @@ def list_names(files: list[Path]) -> str:
       # Continue an interrupted run
       manyheads train --out my-model --resume
 
-      # Train on four processes; on several machines, start it by torchrun
-      manyheads train --data books --out my-model --processes 4
-      torchrun --nproc-per-node 4 -m manyheads train --data books --out my-model
+      # Train on two processes; with torchrun, also on several machines
+      manyheads train --data books --out other-model --processes 2
+      torchrun --nproc-per-node 2 -m manyheads train --out other-model --resume
     """,
 )
 def train(

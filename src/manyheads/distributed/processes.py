@@ -106,13 +106,13 @@ class Group:
         error: Exception | None = None
         try:
             yield
-        except (ValueError, TypeError, OSError) as raised:
-            if self.size == 1 or isinstance(raised, ConnectionError):
+        except (ValueError, TypeError, OSError) as its_error:
+            if self.size == 1 or isinstance(its_error, ConnectionError):
                 raise
-            error = raised
-        for raised_by_any in self.gather(error):
-            if raised_by_any is not None:
-                raise raised_by_any from None
+            error = its_error
+        for raised in self.gather(error):
+            if raised is not None:
+                raise raised
 
     def first_does(self, function: Callable[[], object]) -> None:
         """Call a function in rank 0 while the others wait, for as long as it takes. All processes call this.
@@ -169,7 +169,7 @@ def join(
         OSError: If the port of the processes is taken.
     """
     real(timeout, "timeout", lambda x: 0 < x < 1e7, "a positive number of seconds")
-    if dist.is_initialized():
+    if dist.is_available() and dist.is_initialized():
         group = Group(dist.get_rank(), dist.get_world_size(), own_device(device))
         with _translated(timeout):
             group.check_agreement(_facts(arguments))

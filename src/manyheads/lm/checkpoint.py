@@ -405,9 +405,10 @@ def write_shards(staging: Path, folder: Path, tensors: Mapping[str, Tensor]) -> 
     writer = dcp.HuggingFaceStorageWriter(str(staging / SHARDS), save_distributed=True)
     try:
         dcp.save(dict(tensors), storage_writer=writer)
-    except dcp.CheckpointException as error:
+    except dcp.CheckpointException as failures:
+        error = _first_failure(failures)
         with disk_errors(folder / SHARDS):
-            raise _first_failure(error) from None
+            raise error from None
 
 
 def shard_digests(staging: Path, names: Iterable[str]) -> dict[str, str]:
@@ -461,7 +462,6 @@ def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         ValueError: If a number isn't finite, or a shard can't be read.
     """
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.tensor import DTensor
 
     reader = dcp.HuggingFaceStorageReader(str(folder / SHARDS))
     try:
@@ -469,7 +469,7 @@ def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     except dcp.CheckpointException as error:
         raise ValueError(f"{folder / SHARDS} can't be read: {_first_failure(error)}. {RESTORE}") from None
     for name, tensor in tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a DTensor
         if not torch.isfinite(local).all():
             raise ValueError(f"{folder / SHARDS}: {name} has NaN or infinite entries. {RESTORE}")
 

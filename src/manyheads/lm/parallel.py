@@ -124,9 +124,7 @@ def reducing(module: nn.Module, part: Part) -> AbstractContextManager[None]:
 
 def reshard(model: nn.Module) -> None:
     """Free the gathered weights that a forward without a backward leaves in a sharded model."""
-    from torch.distributed.fsdp import FSDPModule
-
-    if isinstance(model, FSDPModule):
+    if hasattr(model, "reshard"):  # an FSDPModule
         model.reshard()
 
 
@@ -148,17 +146,18 @@ def scatter(model: LanguageModel, weights: dict[str, Tensor]) -> None:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor that may be sharded. All processes call it."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if hasattr(tensor, "full_tensor"):  # a DTensor, whose module one process needn't import
+        full: Tensor = tensor.full_tensor()
+        return full
+    return tensor
 
 
 def like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """Return a tensor on the device of a parameter, and sharded like it."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    if hasattr(parameter, "placements") and not hasattr(tensor, "placements"):
+        from torch.distributed.tensor import distribute_tensor
 
-    if isinstance(parameter, DTensor) and not isinstance(tensor, DTensor):
-        mesh = parameter.device_mesh
+        on_device, mesh = tensor.to(parameter.device), parameter.device_mesh
         # Every process has the whole tensor, so that none is sent (`src_data_rank=None`).
-        return distribute_tensor(tensor.to(parameter.device), mesh, parameter.placements, src_data_rank=None)
+        return distribute_tensor(on_device, mesh, parameter.placements, src_data_rank=None)
     return tensor.to(parameter.device)

@@ -513,6 +513,8 @@ class Run:
                 loss = F.cross_entropy(logits, labels, ignore_index=data.IGNORE, reduction="sum") / count
                 (loss * self.group.size).backward()  # the gradients of processes are averaged
             total += loss.item()
+        for dropout in self.dropouts:
+            dropout.part = None
         return self.group.sum(total)[0]
 
     def autocast(self) -> torch.autocast:
@@ -553,9 +555,8 @@ def held_out_loss(
     batches = [torch.stack(full[i : i + EVALUATION_ROWS]) for i in range(0, len(full), EVALUATION_ROWS)]
     batches += [window[None] for window in windows if len(window) <= context]
     total, count = 0.0, 0
-    turns = math.ceil(
-        len(batches) / group.size
-    )  # equal in all processes, which compute sharded weights together
+    # Processes compute a model with sharded weights together, so all of them have as many turns.
+    turns = math.ceil(len(batches) / group.size)
     for i in range(group.rank, turns * group.size, group.size):
         rows = batches[min(i, len(batches) - 1)].to(model.embedding.weight.device)  # [b, t + 1]
         logits = model(rows[:, :-1])  # [b, t, vocab]

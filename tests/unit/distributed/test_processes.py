@@ -157,7 +157,7 @@ def test_ranks_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TimeoutError, match=message), processes.join(timeout=0.5):
         pass
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(TimeoutError, match="within 0.3 s"), processes.join(timeout=0.3):
+    with pytest.raises(TimeoutError, match=r"within 0.3 s"), processes.join(timeout=0.3):
         pass
 
 
@@ -169,7 +169,7 @@ def test_facts_that_differ() -> None:
         processes._compare(facts)
     facts = [processes._facts({"seed": 1}), processes._facts({"seed": 1}), processes._facts({})]
     with pytest.raises(
-        ValueError, match="Expected seed to be the same .* got 1 in rank 0 and None in rank 2"
+        ValueError, match=r"Expected seed to be the same .* got 1 in rank 0 and None in rank 2"
     ):
         processes._compare(facts)
 

@@ -1,10 +1,11 @@
-"""Training on several processes: the curve of one process, checkpoints for any number, one sentence for a fault."""
+"""Training on several processes: the losses of one, checkpoints for any number, a sentence for each fault."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -60,22 +61,25 @@ def _in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "autocast_dtype", lambda device: None)
 
 
-def curve(folder: Path) -> list[tuple[int, float, float, float]]:
-    """Return step, loss, gradient norm and held-out loss of each line of a log."""
+def curve(folder: Path) -> tuple[list[float], list[float], float]:
+    """Return the losses and gradient norms of a log, and the last held-out loss."""
     lines = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
-    names = ("step", "loss", "gradient_norm", "held_out_loss")
-    return [tuple(line.get(name, 0.0) for name in names) for line in lines]  # type: ignore[misc]
+    assert [line["step"] for line in lines] == list(range(1, 10))
+    return (
+        [line["loss"] for line in lines],
+        [line["gradient_norm"] for line in lines],
+        lines[-1]["held_out_loss"],
+    )
 
 
 def same_curve(one: Path, other: Path) -> None:
-    """Assert that two runs have the same losses and gradient norms, except for rounding."""
-    np.testing.assert_allclose(curve(one), curve(other), rtol=0, atol=3 * ROUNDING + 1e-4)
-    np.testing.assert_allclose(
-        [line[1::2] for line in curve(one)], [line[1::2] for line in curve(other)], rtol=0, atol=ROUNDING
-    )
-    weights = [dict(lm.load(folder)[0].named_parameters()) for folder in (one, other)]
-    for name, weight in weights[0].items():
-        torch.testing.assert_close(weight, weights[1][name], rtol=0, atol=2e-3, msg=name)
+    """Assert that two runs are equal except for rounding: their losses, gradients, and last logits."""
+    for mine, theirs, rounding in zip(curve(one), curve(other), (ROUNDING, 3e-4, ROUNDING), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=rounding)
+    ids = torch.arange(32)[None]
+    with torch.no_grad():
+        logits = [lm.load(folder)[0](ids) for folder in (one, other)]
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-3)
 
 
 # -- parts -------------------------------------------------------------------------------------------
@@ -125,15 +129,15 @@ def test_accumulate_may_change_when_a_run_is_resumed(text: Path, tmp_path: Path)
     lm.train(tmp_path / "run", GIVEN | {"steps": 4, "schedule_steps": 9}, [text])
     run = lm.train(tmp_path / "run", {"steps": 9, "accumulate": 4}, resume=True)
     assert run.options.accumulate == 4
-    np.testing.assert_allclose(curve(tmp_path / "one")[-1], curve(tmp_path / "run")[-1], atol=1e-4)
+    same_curve(tmp_path / "one", tmp_path / "run")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"accumulate": 3}, "Expected batch_size to be a multiple of 3 .* got 8"),
-        ({"accumulate": 0}, "Expected accumulate to be between 1 and 8, got 0"),
-        ({"accumulate": 9}, "Expected accumulate to be between 1 and 8, got 9"),
+        ({"accumulate": 0}, "Expected accumulate to be at least 1, got 0"),
+        ({"accumulate": 9}, "Expected accumulate to be .* 8, got 9"),
     ],
 )
 def test_parts_that_do_not_divide_the_batch(
@@ -231,7 +235,7 @@ def train_in_several(group: Group, folder: Path, text: Path) -> None:
     # A full disk, in one process and in the other.
     from torch.distributed.checkpoint.filesystem import FileSystem
 
-    before = (folder / "both" / "state.json").read_bytes()
+    before = (folder / "damaged" / "state.json").read_bytes()
     create, write_files = FileSystem.create_stream, checkpoint.write_files
 
     def full(*arguments: object, **more: object) -> Any:
@@ -244,13 +248,13 @@ def train_in_several(group: Group, folder: Path, text: Path) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     FileSystem.create_stream = full  # type: ignore[method-assign, assignment]
-    fails(OSError, f"both/{SHARDS} can't be written: No space left", resume=True, out="both")
+    fails(OSError, f"damaged/{SHARDS} can't be written: No space left", resume=True)
     FileSystem.create_stream = create  # type: ignore[method-assign]
     checkpoint.write_files = full_first
-    fails(OSError, "both/model.safetensors can't be written: No space left", resume=True, out="both")
+    fails(OSError, "damaged/model.safetensors can't be written: No space left", resume=True)
     checkpoint.write_files = write_files
-    assert (folder / "both" / "state.json").read_bytes() == before
-    assert not (folder / "both" / checkpoint.WRITING).exists()
+    assert (folder / "damaged" / "state.json").read_bytes() == before
+    assert not (folder / "damaged" / checkpoint.WRITING).exists()
     # Shards that are missing, cut short, and of a different checkpoint.
     shard = sorted((folder / "damaged" / SHARDS).iterdir())[-1]
     content = shard.read_bytes()
@@ -317,20 +321,7 @@ def test_the_command_checks_the_number_of_processes(command: Callable[..., tuple
 
 
 COMMAND = [sys.executable, "-m", "manyheads", "train"]
-TINY = [
-    "--context",
-    "32",
-    "--vocab-size",
-    "300",
-    "--layers",
-    "1",
-    "--heads",
-    "1",
-    "--embed",
-    "8",
-    "--device",
-    "cpu",
-]
+TINY = ("--context", 32, "--vocab-size", 300, "--layers", 1, "--heads", 1, "--embed", 8)
 
 
 def start(*words: object) -> subprocess.Popen[str]:
@@ -362,52 +353,56 @@ def step_of(folder: Path) -> int:
         return -1
 
 
-KILLED = (
-    r"manyheads: The process of rank [01] was killed \(SIGKILL\), and the others were ended\. Start again; .*"
-)
-
-
 @pytest.mark.parametrize(
     "kills",
     [pytest.param(2, marks=pytest.mark.full), pytest.param(20, marks=pytest.mark.exhaustive)],
 )
-def test_a_killed_process_ends_all_and_the_run_goes_on(text: Path, tmp_path: Path, kills: int) -> None:
+def test_killed_and_interrupted_runs_end_with_a_sentence_and_resume(
+    text: Path, tmp_path: Path, kills: int
+) -> None:
     """Killed at any step, by turns while training and while starting; the end is that of an unkilled run."""
-    out, steps, rng = tmp_path / "run", 100 * (kills // 2 + 2), np.random.default_rng(kills)
-    words = ("--steps", steps)
+    out, rng = tmp_path / "run", np.random.default_rng(kills)
     for kill in range(kills):
-        goal = step_of(out) + 100 if kill % 2 == 0 else -1
-        more = ("--out", out, "--resume") if kill else ("--out", out, "--data", text, *TINY)
-        launcher = start(*more, *words)
+        launcher = start("--out", out, *(["--resume"] if kill else new(text)))
         processes = ranks_of(launcher)
-        wait_until(lambda goal=goal: step_of(out) >= goal or launcher.poll() is not None)  # noqa: B023
-        time.sleep(rng.uniform(0, 0.3 if kill % 2 == 0 else 3))
+        if kill % 2 == 0:
+            reach(launcher, out, step_of(out) + 100)
+        time.sleep(rng.uniform(0, 2))
         processes[rng.integers(2)].kill()
         _, errors = launcher.communicate(timeout=300)
-        last = [line for line in errors.splitlines() if line.startswith("manyheads")]
+        said = [line for line in errors.splitlines() if line.startswith("manyheads")]
         assert launcher.returncode == 2, errors
-        assert len(last) == 1, errors
+        assert len(said) == 1, errors
+        assert re.match(
+            r"manyheads: The process of rank [01] was killed \(SIGKILL\), and the others", said[0]
+        )
         assert "Traceback" not in errors
         assert not any(process.is_running() for process in processes)
-    finished = start("--out", out, "--resume")
-    assert finished.communicate(timeout=300)[0] is None
-    assert finished.returncode == 0
-    assert step_of(out) == steps
-    whole = start("--out", tmp_path / "whole", "--data", text, *TINY, *words)
-    assert whole.communicate(timeout=300)
-    for name in ("model.safetensors", "config.json"):
-        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-
-
-@pytest.mark.full
-def test_ctrl_c_saves_and_ends_all(text: Path, tmp_path: Path) -> None:
-    launcher = start("--out", tmp_path / "run", "--data", text, *TINY, "--steps", 100_000)
+    other = tmp_path / "other"
+    launcher = start("--out", other, *new(text))
     processes = ranks_of(launcher)
-    wait_until(lambda: step_of(tmp_path / "run") >= 100 or launcher.poll() is not None)
+    reach(launcher, other, 100)
     launcher.send_signal(signal.SIGINT)
     _, errors = launcher.communicate(timeout=300)
     assert launcher.returncode == 130
-    step = step_of(tmp_path / "run")
-    assert f"stopped and saved at step {step}; continue with --resume\n" in errors
+    assert f"stopped and saved at step {step_of(other)}; continue with --resume\n" in errors
     assert not any(process.is_running() for process in processes)
-    assert lm.load(tmp_path / "run")[0].config.embed == 8
+    steps = max(step_of(out), step_of(other)) + 20
+    for folder in (out, other):
+        launcher = start("--out", folder, "--resume", "--steps", steps)
+        _, errors = launcher.communicate(timeout=300)
+        assert launcher.returncode == 0, errors
+        assert step_of(folder) == steps
+    assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    assert lm.load(out)[0].config.embed == 8
+
+
+def new(text: Path) -> tuple[object, ...]:
+    """Return the options of a new run, which is never finished."""
+    return ("--data", text, *TINY, "--device", "cpu", "--steps", 100_000)
+
+
+def reach(launcher: subprocess.Popen[str], folder: Path, step: int) -> None:
+    """Wait until a run has a checkpoint of this step, or a later one."""
+    wait_until(lambda: step_of(folder) >= step or launcher.poll() is not None)
+    assert launcher.poll() is None, launcher.communicate()
