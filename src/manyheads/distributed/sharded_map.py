@@ -57,7 +57,7 @@ from manyheads.trees import Value
 class ShardedMap:
     """The weights of one attention call over a sequence that is sharded over ranks.
 
-    All methods are collective: every rank of the mesh calls them, with the same arguments, in the same order.
+    Methods are collective: every rank of the mesh calls them, with the same arguments, in the same order.
 
     `smap[b, h, rows, cols]` is a tile of the exact weights, the same on every rank: rows and columns are
     positions in the whole sequence. Statistics of queries (`entropy`, `distance`, `row_max`, `top`, `mass`,
@@ -144,7 +144,8 @@ class ShardedMap:
             n = _check_tensors(q, k, lse)
             if len(lengths) != mesh.size() or lengths[rank] != n:
                 raise ValueError(
-                    f"Expected lengths of {mesh.size()} ranks, {n} for rank {rank}, got {list(lengths)}."
+                    f"Expected lengths of {mesh.size()} ranks, {n} for rank {rank}, got {list(lengths)}. Pass "
+                    "the number of tokens of each rank."
                 )
             problem = _whole(
                 q, k, sum(lengths), mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink
@@ -340,7 +341,7 @@ class ShardedMap:
                 f"ShardedMap has no {name}, because its numbers are on several ranks. Save it, and use "
                 f"AttentionMap.open(path).{name}, or read a tile: smap[b, h, rows, cols]."
             )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(f"ShardedMap has no attribute {name!r}. Use one that dir(smap) lists.")
 
     # -- the matrix --------------------------------------------------------------------------------
 

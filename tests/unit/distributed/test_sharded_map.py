@@ -242,7 +242,7 @@ MESSAGES = {
     "dense": "ValueError: The weights .* would take .*Read a tile",
     "pickle": "TypeError: Expected a map of one process to pickle or copy, got a ShardedMap",
     "image": r"AttributeError: ShardedMap has no image, .*AttentionMap.open\(path\).image",
-    "unknown": "AttributeError: 'ShardedMap' object has no attribute 'nothing'",
+    "unknown": "AttributeError: ShardedMap has no attribute 'nothing'",
     "lse": r"ValueError: Expected lse to be \[b, h, n\] = \[1, 2, 4\], got \[1, 2, 2\]",
     "lengths": r".*ValueError: Expected lengths of 2 ranks, 4 for rank 1, got \[4, 3\]",
     "mesh": "TypeError: Expected mesh to be a DeviceMesh, got a NoneType",
