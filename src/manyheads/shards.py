@@ -201,7 +201,8 @@ def _parse(text: str) -> tuple[str, list[Shard]]:
         )
         if not is_name or any(mark in shard.name for mark in "/\\:"):
             raise ValueError(
-                f"Expected the name of a file in the folder of the index, got {brief(shard.name)}. Save it again."
+                f"Expected the name of a file in the folder of the index, got {brief(shard.name)}. "
+                "Save it again."
             )
         for size in (shard.tokens, shard.bytes):
             if type(size) is not int or not 0 <= size <= LONGEST:

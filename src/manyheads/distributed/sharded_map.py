@@ -144,8 +144,8 @@ class ShardedMap:
             n = _check_tensors(q, k, lse)
             if len(lengths) != mesh.size() or lengths[rank] != n:
                 raise ValueError(
-                    f"Expected lengths of {mesh.size()} ranks, {n} for rank {rank}, got {list(lengths)}. Pass "
-                    "the number of tokens of each rank."
+                    f"Expected lengths of {mesh.size()} ranks, {n} for rank {rank}, got {list(lengths)}. "
+                    "Pass the number of tokens of each rank."
                 )
             problem = _whole(
                 q, k, sum(lengths), mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink

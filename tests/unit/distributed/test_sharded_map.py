@@ -42,6 +42,7 @@ def close(got: Any, expected: Any, case: Case, name: str) -> None:
         gap = torch.nn.functional.pad(expected.weights, (0, 1)).diff(dim=-1).neg()
         before = torch.cat((gap.new_ones(*gap.shape[:-1], 1), gap[..., :-1]), -1)
         clear = (gap > 1e-3) & (before > 1e-3)
+        clear[..., -1] = False  # the next weight isn't known
         assert torch.equal(got.keys[clear], expected.keys[clear]), f"{case} {name}"
         assert torch.equal(got.keys < 0, expected.keys < 0), f"{case} {name}"
     elif isinstance(expected, list | tuple):
@@ -93,12 +94,15 @@ def check(folder: Path, cases: Sequence[tuple[int, str, Case]], ranks: int) -> N
         for name in expected:
             got = join([each[name] for each in found], layout, name)
             close(got, expected[name], case, f"{layout} {n} ranks: {name}")
+        for top in join([each["top"] for each in found], layout, "top"):
+            picked = expected["tiles"][0].gather(-1, top.keys.clamp(min=0)).masked_fill(top.keys < 0, 0.0)
+            close(top.weights, picked, case, f"{layout} {n} ranks: weights of the keys of top")
 
 
 @pytest.mark.full
 def test_every_statistic_of_the_table_of_cases(tmp_path: Path) -> None:
     """On 1 to 4 ranks, in four layouts of positions."""
-    check(tmp_path, [(1 + n % 4, LAYOUTS[n // 4 % 4], case) for n, case in enumerate(CASES)], 4)
+    check(tmp_path, [(1 + n % 4, LAYOUTS[n // 4 % 4], case) for n, case in enumerate(CASES[::4])], 4)
 
 
 def test_two_ranks(tmp_path: Path) -> None:
