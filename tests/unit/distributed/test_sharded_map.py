@@ -22,6 +22,7 @@ from tests.sharded_maps import (
     LAYOUTS,
     PER_QUERY,
     TILES,
+    check_properties,
     compute,
     fail,
     long_tensors,
@@ -103,6 +104,11 @@ def check(folder: Path, cases: Sequence[tuple[int, str, Case]], ranks: int) -> N
 def test_every_statistic_of_the_table_of_cases(tmp_path: Path) -> None:
     """On 1 to 4 ranks, in four layouts of positions."""
     check(tmp_path, [(1 + n % 4, LAYOUTS[n // 4 % 4], case) for n, case in enumerate(CASES[::4])], 4)
+
+
+@pytest.mark.full
+def test_any_mask_at_any_positions(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, check_properties)
 
 
 def test_two_ranks(tmp_path: Path) -> None:
