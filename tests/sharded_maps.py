@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,7 +20,7 @@ import manyheads as mh
 from manyheads import AttentionMap, Causal, Diagonal, SameToken, Window, shards, storage
 from manyheads.distributed import balanced_positions
 from manyheads.distributed.sharded_map import ShardedMap
-from tests.cases import FACTORS, Case, make, pairwise
+from tests.cases import FACTORS, Case, build, make, pairwise, specs
 
 TOKENS = 24  # which 2, 3 and 4 ranks divide into two chunks each
 SIZES = (
@@ -113,6 +115,55 @@ def sharded(mesh: DeviceMesh, case: Case, layout: str) -> tuple[ShardedMap, Tens
 def whole(case: Case) -> tuple[AttentionMap, Tensor, Tensor]:
     q, k, v, w_o, arguments = arguments_of(case)
     return mh.attention_with_map(q, k, v, **arguments)[1], v, w_o
+
+
+def check_properties(mesh: DeviceMesh) -> None:
+    """Any mask of the algebra, at any positions of tokens: the map of the ranks is that of one process.
+
+    Every rank draws the same examples.
+    """
+    tokens = 12
+
+    @settings(
+        max_examples=40, derandomize=True, database=None, deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(
+        spec=specs(2, 2, tokens, tokens), inside=specs(2, 2, tokens, tokens), seed=st.integers(0, 1000),
+        heads=st.sampled_from((1, 2)), sink=st.booleans(), bias=st.booleans(), scattered=st.booleans(),
+    )  # fmt: skip
+    def equal(spec: Any, inside: Any, seed: int, heads: int, sink: bool, bias: bool, scattered: bool) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        q = torch.randn(2, 2, tokens, 4, generator=generator, dtype=torch.float64)
+        k = torch.randn(2, heads, tokens, 4, generator=generator, dtype=torch.float64)
+        every = torch.randperm(tokens, generator=generator) if scattered else torch.arange(tokens)
+        at = every.chunk(mesh.size())[mesh.get_local_rank()]
+        options: dict[str, Any] = {
+            "sink": torch.randn(2, generator=generator) if sink else None,
+            "bias": mh.ALiBi(2) if bias else None,
+        }
+        one = mh.attention_with_map(q, k, k, mask=build(spec), **options)[1]
+        smap = ShardedMap.of(q[:, :, at], k[:, :, at], mesh=mesh, positions=at, mask=build(spec), **options)
+        same(smap.dense(), one.dense())
+        names = ("entropy", "distance", "row_max", "sink_weight", "logits_max", "received", "divergence")
+        found, expected = (
+            each.statistics(*names, top=3, pooled=[(5, 4), (3, 6, "max")]) for each in (smap, one)
+        )
+        for name in names:
+            rows = name in PER_QUERY
+            same(found[name], expected[name][:, :, at] if rows else expected[name])
+        same(found["top"].weights, expected["top"].weights[:, :, at])
+        for pair in zip(found["pooled"], expected["pooled"], strict=True):
+            same(*pair)
+        same(smap.mass(build(inside)), one.mass(build(inside))[:, :, at])
+        same(smap.mass(build(inside), mean=True), one.mass(build(inside), mean=True))
+        same(smap.under(build(inside)).lse, one.under(build(inside)).lse[:, :, at])
+
+    equal()
+
+
+def same(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
 def save_cases(mesh: DeviceMesh, folder: Path, cases: Sequence[tuple[int, str, Case]]) -> None:

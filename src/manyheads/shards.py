@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -160,7 +161,9 @@ def open_shards(folder: Path, text: str) -> dict[str, Tensor]:
             )
         named = {name: each for name, each in header.items() if not name.startswith("padding.")}
         if number and named.keys() != kinds.keys():
-            raise ValueError(f"Expected {what}, to have {', '.join(kinds)}, got {', '.join(named)}.")
+            raise ValueError(
+                f"Expected {what}, to have {', '.join(kinds)}, got {', '.join(named)}. Save the map again."
+            )
         for name, tensor in named.items():
             shape, (start, stop) = tensor["shape"], tensor["data_offsets"]
             kind = tensor["dtype"], shape[1:]
@@ -185,20 +188,27 @@ def _parse(text: str) -> tuple[str, list[Shard]]:
         save, files = tree["save"], tree["files"]
         shards = [Shard(**each) for each in files]
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise ValueError(f"Expected a save and its files in the index, got {brief(text)}.") from None
+        raise ValueError(
+            f"Expected a save and its files in the index, got {brief(text)}. Save it again."
+        ) from None
     if not isinstance(save, str) or not 0 < len(shards) <= MOST:
-        raise ValueError(f"Expected the name of a save and 1 to {MOST} shards, got {brief(tree)}.")
+        raise ValueError(
+            f"Expected the name of a save and 1 to {MOST} shards, got {brief(tree)}. Save it again."
+        )
     for shard in shards:
         is_name = (
             isinstance(shard.name, str) and shard.name.isprintable() and shard.name not in ("", ".", "..")
         )
         if not is_name or any(mark in shard.name for mark in "/\\:"):
             raise ValueError(
-                f"Expected the name of a file in the folder of the index, got {brief(shard.name)}."
+                f"Expected the name of a file in the folder of the index, got {brief(shard.name)}. "
+                "Save it again."
             )
         for size in (shard.tokens, shard.bytes):
             if type(size) is not int or not 0 <= size <= LONGEST:
-                raise ValueError(f"Expected a number of tokens and of bytes, got {brief(shard)}.")
+                raise ValueError(
+                    f"Expected a number of tokens and of bytes, got {brief(shard)}. Save it again."
+                )
     return save, shards
 
 
@@ -216,17 +226,18 @@ def _read_header(path: Path, shard: Shard, what: str) -> dict[str, Any]:
             f"Expected {what}, to have {shard.bytes:,} bytes, got {size:,}: it was cut short or changed. "
             "Save the map again."
         )
+    damaged = f"Expected {what}, to be a shard of a map, got a damaged file"
     try:
         with safe_open(path, framework="pt"):  # checks the header, and that its tensors are the whole data
             pass
         with open(path, "rb") as file:
             header = file.read(HEADER)
-        if int.from_bytes(header[:8], "little") != HEADER - 8:
-            raise ValueError("another header")
         tree: dict[str, Any] = json.loads(header[8:])
-        return tree
     except (SafetensorError, ValueError) as error:
-        raise ValueError(f"Expected {what}, to be a shard of a map, got a damaged file: {error}.") from None
+        raise ValueError(f"{damaged}: {error}. Save the map again.") from None
+    if int.from_bytes(header[:8], "little") != HEADER - 8:
+        raise ValueError(f"{damaged}, whose header is too long. Save the map again.")
+    return tree
 
 
 def map_as_one(pieces: Sequence[Piece]) -> Tensor:
@@ -265,7 +276,9 @@ def map_as_one(pieces: Sequence[Piece]) -> Tensor:
             for start, stop in ((at, first), (last, at + piece.bytes)):
                 file.seek(piece.offset + start - at)
                 if file.readinto(memoryview(memory)[start:stop]) != stop - start:
-                    raise OSError(f"Expected {piece.bytes:,} bytes in {piece.path}: it was cut short.")
+                    raise OSError(
+                        f"The shard {piece.path} was cut short while it was read. Save the map again."
+                    )
         at += piece.bytes
     return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -280,4 +293,5 @@ def _map_file(descriptor: int, address: int, size: int, offset: int, path: Path)
     writable = mmap.PROT_READ | mmap.PROT_WRITE  # of private copies of pages
     mapped = library.mmap(address, size, writable, mmap.MAP_PRIVATE | MAP_FIXED, descriptor, offset)
     if mapped != address:
-        raise OSError(ctypes.get_errno(), "The file of a shard can't be mapped into memory", str(path))
+        reason = os.strerror(ctypes.get_errno())
+        raise OSError(f"The shard {path} can't be mapped into memory: {reason}. Copy it to a local disk.")

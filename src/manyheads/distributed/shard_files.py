@@ -80,13 +80,14 @@ def write_shards(
     size = shards.file_size(consecutive, edges[rank], save)
     previous: list[str] = []
 
-    def write_shard() -> None:
+    def write_shard() -> str:
         with storage.replacing(own) as file:
             shards.write_shard(file, consecutive, edges[rank], save)
+        return ""
 
-    def write_index() -> None:
+    def write_index() -> str:
         if rank:
-            return
+            return ""
         written = [
             Shard(name, stop - start, int(size))
             for name, start, stop, size in zip(names, edges, edges[1:], found, strict=False)
@@ -94,9 +95,10 @@ def write_shards(
         for shard in written:
             at = path.parent / shard.name
             if not at.is_file() or at.stat().st_size != shard.bytes:
-                raise FileNotFoundError(f"its machine doesn't have {at}, which another rank has written")
+                return f"it doesn't have {at}, which another rank has written"
         previous.extend(_names_in(path))
         storage.write_encoded(path, *storage.encode_index(stored, shards.describe_shards(written, save)))
+        return ""
 
     def remove() -> None:
         own.unlink(missing_ok=True)
@@ -110,21 +112,24 @@ def write_shards(
 
 
 def _together(
-    write: Callable[[], None], remove: Callable[[], None], what: str, given: dict[str, Any], group: Any
+    write: Callable[[], str], remove: Callable[[], None], what: str, given: dict[str, Any], group: Any
 ) -> list[dict[str, Any]]:
-    """Call `write` on all ranks, and return what each has given; if one fails, call `remove` and raise."""
-    error = ""
+    """Call `write`, which returns what is wrong, on all ranks, and return what each has given.
+
+    If it fails on a rank, all ranks call `remove` and raise OSError.
+    """
     try:
-        write()
+        error = write()
     except OSError as caught:
-        error = f"can't write {what}: {caught.strerror or caught}"
+        error = caught.strerror or str(caught)
     results: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(results, {**given, "error": error}, group)
+    dist.all_gather_object(results, {**given, "what": what, "error": error}, group)
     for rank, theirs in enumerate(results):
         if theirs["error"]:
             remove()
             raise OSError(
-                f"Rank {rank} {theirs['error']}. Choose a folder with enough space that all ranks can write."
+                f"Rank {rank} can't write {theirs['what']}: {theirs['error']}. Choose a folder with enough "
+                "space that all ranks can write."
             )
     return results
 

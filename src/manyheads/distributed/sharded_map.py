@@ -57,7 +57,7 @@ from manyheads.trees import Value
 class ShardedMap:
     """The weights of one attention call over a sequence that is sharded over ranks.
 
-    All methods are collective: every rank of the mesh calls them, with the same arguments, in the same order.
+    Methods are collective: every rank of the mesh calls them, with the same arguments, in the same order.
 
     `smap[b, h, rows, cols]` is a tile of the exact weights, the same on every rank: rows and columns are
     positions in the whole sequence. Statistics of queries (`entropy`, `distance`, `row_max`, `top`, `mass`,
@@ -144,7 +144,8 @@ class ShardedMap:
             n = _check_tensors(q, k, lse)
             if len(lengths) != mesh.size() or lengths[rank] != n:
                 raise ValueError(
-                    f"Expected lengths of {mesh.size()} ranks, {n} for rank {rank}, got {list(lengths)}."
+                    f"Expected lengths of {mesh.size()} ranks, {n} for rank {rank}, got {list(lengths)}. "
+                    "Pass the number of tokens of each rank."
                 )
             problem = _whole(
                 q, k, sum(lengths), mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink
@@ -340,7 +341,7 @@ class ShardedMap:
                 f"ShardedMap has no {name}, because its numbers are on several ranks. Save it, and use "
                 f"AttentionMap.open(path).{name}, or read a tile: smap[b, h, rows, cols]."
             )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(f"ShardedMap has no attribute {name!r}. Use one that dir(smap) lists.")
 
     # -- the matrix --------------------------------------------------------------------------------
 
@@ -442,34 +443,31 @@ class ShardedMap:
         n, m, r, c, d = len(b), len(h), len(rows), len(cols), whole.shape.d
         group = whole.shape.h // max(whole.shape.g, 1)
         key_heads, key_head_of = (h // max(group, 1)).unique(return_inverse=True)
-        all_heads = torch.equal(h, torch.arange(whole.shape.h, device=h.device))
         costs = {
             "both": n * m * r * d + n * len(key_heads) * c * d,
             "rows": n * m * r * d + n * m * r * c,
             "cols": n * len(key_heads) * c * d + n * m * r * c,
         }
         fetched = min(costs, key=lambda name: costs[name])  # the same on every rank
-        local_rows, local_cols = (locate(self._parts[self.rank], each)[0] for each in (rows, cols))
-        if fetched == "cols":
-            own_rows, own_cols = rows[local_rows], cols
-        elif fetched == "rows":
-            own_rows, own_cols = rows, cols[local_cols]
-        else:
-            own_rows, own_cols = rows, cols
+        own = self._parts[self.rank]
+        own_rows = rows[locate(own, rows)[0]] if fetched == "cols" else rows
+        own_cols = cols[locate(own, cols)[0]] if fetched == "rows" else cols
 
         def read(x: Tensor, heads: Tensor, positions: Tensor, is_fetched: bool) -> Tensor:
             """Return the rows or keys at some positions, from all ranks or from this one."""
 
-            def pick(own: Tensor) -> Tensor:
-                return x[:, :, own][b][:, heads]  # the longest axis first, so that no more is copied
+            def pick(tokens: Tensor) -> Tensor:
+                # The longest axis first, so that no more is copied.
+                return x[:, :, _index(tokens)][_index(b)][:, _index(heads)]
 
             if not is_fetched:
-                return pick(locate(self._parts[self.rank], positions)[1].to(x.device))
+                return pick(locate(own, positions)[1].to(x.device))
             shape = [n, len(heads), len(positions), *x.shape[3:]]
             return self._collect(2, positions, shape, x.dtype, pick)
 
         q, lse = (read(x, h, own_rows, fetched != "cols") for x in (self._q, self._lse))
         k = read(self._k, key_heads, own_cols, fetched != "rows")  # [b, g, c, d]
+        all_heads = torch.equal(h, torch.arange(whole.shape.h, device=h.device))
         if not all_heads:
             k = k[:, key_head_of]  # [b, h, c, d]
         if not all_heads or not torch.equal(b, torch.arange(whole.shape.b, device=b.device)):
@@ -484,8 +482,8 @@ class ShardedMap:
             tile = scores.weights(kernels.tile(problem), lse)
         if fetched == "both":
             return tile
-        axis, positions, local = (2, rows, local_rows) if fetched == "cols" else (3, cols, local_cols)
-        return self._collect(axis, positions, [n, m, r, c], tile.dtype, lambda own: tile, len(local))
+        axis, positions = (2, rows) if fetched == "cols" else (3, cols)
+        return self._collect(axis, positions, [n, m, r, c], tile.dtype, lambda tokens: tile)
 
     def _collect(
         self,
@@ -494,7 +492,6 @@ class ShardedMap:
         shape: Sequence[int],
         dtype: torch.dtype,
         piece_of: Callable[[Tensor], Tensor],
-        own: int | None = None,
     ) -> Tensor:
         """Return a tensor of all ranks' pieces along an axis, on every rank.
 
@@ -504,7 +501,6 @@ class ShardedMap:
             shape: The shape of the result.
             dtype: Its dtype.
             piece_of: A function of the indices of tokens that returns this rank's piece.
-            own: The number of positions of this rank, for a check.
 
         Returns:
             The tensor.
@@ -519,7 +515,6 @@ class ShardedMap:
             size = [*shape]
             size[axis] = len(where)
             if rank == self.rank:
-                assert own is None or own == len(where)
                 piece = piece_of(tokens.to(device)).contiguous()
                 count(piece.nbytes * (len(self._parts) - 1), len(self._parts) - 1)
             else:
@@ -894,6 +889,17 @@ def _whole(q: Tensor, k: Tensor, tokens: int, **options: Any) -> Problem:
     """Return the problem of the whole sequence, without its queries and keys."""
     empty = [x.detach().new_zeros(1).expand(*x.shape[:2], tokens, x.shape[3]) for x in (q, k, k[..., :0])]
     return Problem.of(*empty, offset=0, **options)
+
+
+def _index(numbers: Tensor) -> slice | Tensor:
+    """Return numbers `[n]` as a slice, which copies nothing, if they are consecutive."""
+    if (
+        not len(numbers)
+        or int(numbers[-1] - numbers[0]) != len(numbers) - 1
+        or bool((numbers.diff() != 1).any())
+    ):
+        return numbers
+    return slice(int(numbers[0]), int(numbers[-1]) + 1)
 
 
 def _part(positions: Tensor) -> Part:
