@@ -27,9 +27,7 @@ mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 tokens = 1024
 positions = balanced_positions(tokens, mesh)  # [n]
 torch.manual_seed(0)
-whole = [
-    torch.randn(1, 4, tokens, 32) for _ in range(3)
-]  # [b, h, s, d]; a real model has only its own tokens
+whole = [torch.randn(1, 4, tokens, 32) for _ in range(3)]  # [b, h, s, d]; a model has only its own tokens
 q, k, v = (x[:, :, positions].requires_grad_() for x in whole)  # [b, h, n, d]
 
 with count_traffic() as traffic:
@@ -42,7 +40,5 @@ torch.testing.assert_close(out, expected[:, :, positions])
 least = traffic.minimum / 1e6
 if dist.get_rank() == 0:
     print(f"rank 0 of {mesh.size()} has {len(positions)} of {tokens} tokens")
-    print(
-        f"it sent {traffic.bytes / 1e6:.1f} MB; the least that a rank can send on average is {least:.1f} MB"
-    )
+    print(f"it sent {traffic.bytes / 1e6:.1f} MB; the minimum, a mean over ranks, is {least:.1f} MB")
 dist.destroy_process_group()
