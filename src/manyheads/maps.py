@@ -309,26 +309,17 @@ class AttentionMap:
         """
         self._check_unchanged()
         indices = [
-            _resolve(index, size, axis)
-            for index, size, axis in zip(_expand(index), self.shape, AXES, strict=True)
+            resolve_index(index, size, axis)
+            for index, size, axis in zip(expand_index(index), self.shape, AXES, strict=True)
         ]
         if not (torch.compiler.is_compiling() or torch.compiler.is_exporting()):  # sizes may be symbols
-            self._check_fits([_length(n, size) for n, size in zip(indices, self.shape, strict=True)])
+            lengths = [index_length(n, size) for n, size in zip(indices, self.shape, strict=True)]
+            check_fits(lengths, self.problem.dtype, self.problem.q.device)
         b, h, rows, cols = (slice(n, n + 1) if isinstance(n, int) else n for n in indices)
         lse = self.lse[:, :, rows][b][:, h]  # [b, h, r]
         score = kernels.tile(self.problem, rows, cols, b, h)
         tile = scores.weights(score, lse)  # [b, h, r, c]
         return tile[tuple(0 if isinstance(n, int) else slice(None) for n in indices)]
-
-    def _check_fits(self, lengths: list[int]) -> None:
-        """Raise MemoryError if a tile of this shape is larger than the memory."""
-        size, memory = math.prod(lengths) * self.problem.dtype.itemsize, memory_size(self.problem.q.device)
-        if memory is not None and size > memory:
-            raise MemoryError(
-                f"Expected weights that fit into {amount(memory)} of memory, got {lengths}, which take "
-                f"{amount(size)}. Read fewer queries and keys, such as amap[0, 0, :1000, :1000], or use "
-                "statistics such as amap.pooled(512, 512), which don't need the matrix."
-            )
 
     def dense(self, max_bytes: float = 2**31) -> Tensor:
         """Return all weights.
@@ -343,12 +334,7 @@ class AttentionMap:
             TypeError: If max_bytes isn't a number of bytes.
             ValueError: If the weights would take more bytes.
         """
-        size = math.prod(self.shape) * self.problem.dtype.itemsize
-        if size > most_bytes(max_bytes):
-            raise ValueError(
-                f"The weights {list(self.shape)} would take {size / 1e9:.3g} GB, and max_bytes is "
-                f"{max_bytes / 1e9:.3g} GB. Read a tile, amap[b, h, rows, cols], or raise max_bytes."
-            )
+        check_dense(self.shape, self.problem.dtype, max_bytes)
         return self[...]
 
     def to_xarray(self, *index: Any, max_bytes: float = 2**31) -> xarray.DataArray:
@@ -381,8 +367,8 @@ class AttentionMap:
             raise extras.missing("to_xarray", "xarray", "xarray") from None
         self._check_unchanged()
         indices = [
-            _resolve(part, size, axis)
-            for part, size, axis in zip(_expand(index), self.shape, AXES, strict=True)
+            resolve_index(part, size, axis)
+            for part, size, axis in zip(expand_index(index), self.shape, AXES, strict=True)
         ]
         numbers = [torch.arange(n)[i] for n, i in zip(self.shape, indices, strict=True)]
         size = math.prod(each.numel() for each in numbers) * self.problem.dtype.itemsize
@@ -484,7 +470,7 @@ class AttentionMap:
         self._check_unchanged()
         b, h, t, s = self.shape
         selected, (rows, cols) = self._picture_keys(keys, grid)
-        index = _resolve(selected, s, AXES[3])
+        index = resolve_index(selected, s, AXES[3])
         if isinstance(index, int):
             raise TypeError(
                 f"Expected keys to be those of {rows} × {cols} patches, got the key {selected!r}."
@@ -498,7 +484,7 @@ class AttentionMap:
             raise ValueError(
                 f"Expected {rows * cols} keys for grid=({rows}, {cols}), got {count} of s = {s} keys.{hint}"
             )
-        chosen = _resolve(queries, t, AXES[2])
+        chosen = resolve_index(queries, t, AXES[2])
         numbers = torch.arange(t)[[chosen] if isinstance(chosen, int) else chosen]  # [n]
         size = b * h * len(numbers) * count * self.problem.dtype.itemsize
         if size > most_bytes(max_bytes):
@@ -548,7 +534,7 @@ class AttentionMap:
             ValueError: If they aren't known; the message says why, and what to give to `image` instead.
             IndexError: If there is no such batch entry or picture.
         """
-        _resolve(batch, self.shape[0], AXES[0])  # raises IndexError
+        resolve_index(batch, self.shape[0], AXES[0])  # raises IndexError
         return patches.select(patches.unpack(self.provenance.get("patches")), batch, picture)
 
     # -- statistics --------------------------------------------------------------------------------
@@ -801,20 +787,10 @@ class AttentionMap:
     def first_key(self) -> Mask:
         """Return a mask of the first visible key of each query: column 0 unless keys are padded or packed."""
         self._check_unchanged()
-        first, s = statistics.first_keys(self.problem), self.shape[3]  # [b, h, t]
+        first = statistics.first_keys(self.problem)  # [b, h, t]
         if isinstance(self.problem.mask, AtPositions):
             return _first_position(self.problem, self.problem.mask, first)
-        least = first.amin((1, 2), keepdim=True) if first.numel() else first  # [b, 1, 1]
-        if first.numel() and bool((first == least).all()):
-            column = least.flatten()
-            return Lengths(s - column, left=True) & Lengths((column + 1).clamp(max=s))
-        offset = self.problem.offset
-
-        def is_first(b: Any, h: Any, i: Any, j: Any) -> Any:
-            row = i - (offset if isinstance(offset, int) else offset[b])
-            return first[b, h, row] == j
-
-        return Rule(is_first)
+        return mask_of_first_keys(first, self.shape[3], self.problem.offset)
 
     # -- viewer and files --------------------------------------------------------------------------
 
@@ -904,6 +880,20 @@ class AttentionMap:
             )
 
 
+def mask_of_first_keys(first: Tensor, s: int, offset: int | Tensor) -> Mask:
+    """Return the mask of each query's first visible key, `[b, h, t]`; s if it sees none."""
+    least = first.amin((1, 2), keepdim=True) if first.numel() else first  # [b, 1, 1]
+    if first.numel() and bool((first == least).all()):
+        column = least.flatten()
+        return Lengths(s - column, left=True) & Lengths((column + 1).clamp(max=s))
+
+    def is_first(b: Any, h: Any, i: Any, j: Any) -> Any:
+        row = i - (offset if isinstance(offset, int) else offset[b])
+        return first[b, h, row] == j
+
+    return Rule(is_first)
+
+
 def _first_position(problem: Problem, mask: AtPositions, first: Tensor) -> Mask:
     """Return the mask of each query's first visible key, given as the column `[b, h, t]`, by its position."""
     b, h, _, _ = problem.at(slice(0, 1), slice(0, 1))
@@ -990,11 +980,32 @@ def _indices(
         return list(range(size))
     if isinstance(index, Sequence) and any(isinstance(n, bool) for n in index):
         raise IndexError(f"Expected an index for {axis[1]} to be integers, got {index!r}.")
-    resolved = _resolve([index] if isinstance(index, int) else index, size, axis)
+    resolved = resolve_index([index] if isinstance(index, int) else index, size, axis)
     return torch.arange(size)[resolved].flatten().tolist()
 
 
-def _length(index: int | Rows, size: int) -> int:
+def check_fits(lengths: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    """Raise MemoryError if a tile of these sizes is larger than the memory of the device."""
+    size, memory = math.prod(lengths) * dtype.itemsize, memory_size(device)
+    if memory is not None and size > memory:
+        raise MemoryError(
+            f"Expected weights that fit into {amount(memory)} of memory, got {list(lengths)}, which take "
+            f"{amount(size)}. Read fewer queries and keys, such as amap[0, 0, :1000, :1000], or use "
+            "statistics such as amap.pooled(512, 512), which don't need the matrix."
+        )
+
+
+def check_dense(shape: Sequence[int], dtype: torch.dtype, max_bytes: float) -> None:
+    """Raise ValueError if all weights of a map `[b, h, t, s]` would take more than max_bytes."""
+    size = math.prod(shape) * dtype.itemsize
+    if size > most_bytes(max_bytes):
+        raise ValueError(
+            f"The weights {list(shape)} would take {size / 1e9:.3g} GB, and max_bytes is "
+            f"{max_bytes / 1e9:.3g} GB. Read a tile, amap[b, h, rows, cols], or raise max_bytes."
+        )
+
+
+def index_length(index: int | Rows, size: int) -> int:
     """Return the number of entries that a resolved index selects of an axis."""
     if isinstance(index, int):
         return 1
@@ -1024,7 +1035,7 @@ def _tensors(problem: Problem) -> list[Tensor]:
     return [problem.q, problem.k, *others, *mask, *bias]
 
 
-def _expand(index: Any) -> list[Any]:
+def expand_index(index: Any) -> list[Any]:
     """Return four indices, one per dimension, for an index with an ellipsis or fewer indices."""
     index = index if isinstance(index, tuple) else (index,)
     ellipses = [n for n, part in enumerate(index) if part is Ellipsis]
@@ -1035,7 +1046,7 @@ def _expand(index: Any) -> list[Any]:
     return before + [slice(None)] * (4 - len(before) - len(after)) + after
 
 
-def _resolve(index: Any, size: int, axis: tuple[str, str]) -> int | Rows:
+def resolve_index(index: Any, size: int, axis: tuple[str, str]) -> int | Rows:
     """Return the index of one dimension without negative numbers: an int, a slice, or an index tensor."""
     name, letter = axis
     if isinstance(index, slice):

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from manyheads import biases, masks
+from manyheads import biases, masks, shards
 from manyheads.biases import Bias
 from manyheads.masks import FAR, Mask, min_max
 from manyheads.problem import Problem
@@ -34,12 +34,13 @@ from manyheads.shapes import kind, sizes, whole
 from manyheads.tokens import TokenizedText
 from manyheads.trees import Value
 
-FORMAT, VERSIONS = "manyheads", (1, 2, 3)
+FORMAT, VERSIONS = "manyheads", (1, 2, 3, 4)
 
 # Limits of a file: enough for a million tokens and a thousand layers, but too small to exhaust the memory.
 HEADER = 2**25  # bytes of the header
 DEPTH = 100  # nested masks or lists
 AXES = 8  # axes of a tensor
+SHARDED = ("q", "k", "lse")  # the tensors that are in shards, if a map has any, with the tokens first
 LONGEST = 2**20  # size of an axis of an empty tensor; other tensors are limited by the file's size
 
 DTYPES = {
@@ -178,6 +179,14 @@ def write(
         ValueError: If an entry can't be saved, for example because its mask has a `Rule`.
         OSError: If the file can't be written.
     """
+    path = check_path(path)
+    header, tensors = _encode(entries, tokens, provenance)
+    with replacing(path) as file:
+        _write_file(file, header, tensors)
+
+
+def check_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path to save maps at; raise OSError if it is a folder, or in none."""
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"Expected a file to save maps in, got the folder {path}. Name a file in it.")
@@ -185,8 +194,47 @@ def write(
         raise FileNotFoundError(
             f"Expected a folder {path.parent} to save {path.name} in, but it doesn't exist. Create it first."
         )
+    return path
+
+
+def encode_index(stored: StoredMap, described: str) -> tuple[bytes, dict[str, Tensor]]:
+    """Return an index of shards: a file of one map whose q, k and lse are in shards.
+
+    Args:
+        stored: The map; of the numbers of q, k and lse none are used.
+        described: The JSON of `shards.describe_shards`.
+
+    Returns:
+        The header of the index, and its tensors `[…]` by name, for `write_encoded`.
+
+    Raises:
+        ValueError: If the map can't be saved, for example because its mask has a `Rule`.
+    """
+    return _encode([Entry("", 0, stored)], None, None, described)
+
+
+def write_encoded(path: Path, header: bytes, tensors: Mapping[str, Tensor]) -> None:
+    """Write a header and tensors `[…]` into a file, which replaces the file at `path` when it is complete."""
+    with replacing(path) as file:
+        _write_file(file, header, tensors)
+
+
+def _write_file(file: BinaryIO, header: bytes, tensors: Mapping[str, Tensor]) -> None:
+    file.write(len(header).to_bytes(8, "little"))
+    file.write(header)
+    for tensor in tensors.values():
+        file.write(_to_bytes(tensor))
+
+
+def _encode(
+    entries: Sequence[Entry],
+    tokens: Tokens | None,
+    provenance: Mapping[str, Any] | None,
+    described: str | None = None,
+) -> tuple[bytes, dict[str, Tensor]]:
+    """Return the header of a file and its tensors in order; `described` are the shards of a single map."""
     _check_calls(entries)
-    writer = _Writer()
+    writer = _Writer(described is not None)
     written = [writer.entry(str(number), entry) for number, entry in enumerate(entries)]
     label = writer.label(tokens)
     run = {
@@ -198,18 +246,17 @@ def write(
     # Tensors with larger elements come first, and the data starts at a multiple of 64 bytes, so that every
     # tensor is aligned.
     tensors = dict(sorted(writer.tensors.items(), key=lambda item: -item[1].element_size()))
-    header = _header(json.dumps(run, separators=(",", ":")), tensors, writer.version)
-    with replacing(path) as file:
-        file.write(len(header).to_bytes(8, "little"))
-        file.write(header)
-        for tensor in tensors.values():
-            file.write(_to_bytes(tensor))
+    metadata = {"version": str(writer.version), "run": json.dumps(run, separators=(",", ":"))}
+    if described is not None:
+        metadata["shards"] = described
+    return _header(metadata, tensors), tensors
 
 
 class _Writer:
     """Converts entries to JSON data, and collects their tensors by name and their token labels by index."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_index: bool = False) -> None:
+        self.is_index = is_index
         self.tensors: dict[str, Tensor] = {}
         self.labels: dict[Tokens, int] = {}
         self.has_value_norms = False
@@ -218,6 +265,8 @@ class _Writer:
     @property
     def version(self) -> int:
         """The oldest version of the format that has everything that was written."""
+        if self.is_index:
+            return 4
         if self.has_value_norms:
             return 3
         return 2 if any(map(_has_text, self.labels)) else 1
@@ -239,8 +288,15 @@ class _Writer:
                 }
             problem, lse, tokens, provenance, value_norm = content
             _check_map(problem, lse, value_norm)
-            fields = {name: self.value(getattr(problem, name), f"{prefix}.{name}") for name in PROBLEM}
-            fields["lse"] = self.tensor(lse, f"{prefix}.lse")
+            sharded = SHARDED if self.is_index else ()
+            fields = {
+                name: self.value(getattr(problem, name), f"{prefix}.{name}")
+                for name in PROBLEM
+                if name not in sharded
+            }
+            if not self.is_index:
+                fields["lse"] = self.tensor(lse, f"{prefix}.lse")
+            fields |= {name: {"tensor": name} for name in sharded}
             if value_norm is not None:
                 fields["value_norm"] = self.tensor(value_norm, f"{prefix}.value_norm")
                 self.has_value_norms = True
@@ -336,9 +392,9 @@ def _plain_labels(tokens: Tokens) -> Any:
     return [each if isinstance(each, str) else _plain_labels(each) for each in tokens]
 
 
-def _header(run: str, tensors: Mapping[str, Tensor], version: int) -> bytes:
+def _header(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> bytes:
     """Return the header of a safetensors file, padded so that the tensors are aligned."""
-    header: dict[str, Any] = {"__metadata__": {"format": FORMAT, "version": str(version), "run": run}}
+    header: dict[str, Any] = {"__metadata__": {"format": FORMAT, **metadata}}
     stop = 0
     for name, tensor in tensors.items():
         start, stop = stop, stop + tensor.numel() * tensor.element_size()
@@ -430,9 +486,12 @@ def read(path: str | os.PathLike[str]) -> FileContent:
         if length > HEADER:
             raise SafetensorError(f"its header has {length:,} bytes")
         with safe_open(path, framework="pt") as file:
-            run = _metadata(path, file.metadata() or {})
+            metadata = file.metadata() or {}
+            run = _metadata(path, metadata)
+            described = metadata.get("shards")
+            sharded = {} if described is None else shards.open_shards(path.parent, described)
             try:
-                return _Reader(file).run(run)
+                return _Reader(file, sharded).run(run)
             except (TypeError, ValueError) as error:
                 reason = shorten(str(error), 1000, placeholder=" ….")
                 raise ValueError(f"{path} isn't a valid manyheads file: {reason} Save it again.") from None
@@ -445,6 +504,8 @@ def read(path: str | os.PathLike[str]) -> FileContent:
 def _metadata(path: Path, metadata: Mapping[str, str]) -> str:
     """Return the JSON of the run from the metadata of a file of this format and version."""
     version = metadata.get("version", "")
+    if metadata.get("format") == shards.FORMAT:
+        raise ValueError(f"Expected the index of a map, got one of its shards, {path}. Open the index.")
     if metadata.get("format") != FORMAT or "run" not in metadata or not re.fullmatch("[1-9][0-9]*", version):
         raise ValueError(
             f"{path} is a safetensors file, but not a manyheads file. Expected format '{FORMAT}', got "
@@ -459,11 +520,11 @@ def _metadata(path: Path, metadata: Mapping[str, str]) -> str:
 
 
 class _Reader:
-    """Converts JSON data to entries, and checks that every tensor of the file is used."""
+    """Converts JSON data to entries, and checks that every tensor of the file and its shards is used."""
 
-    def __init__(self, file: Any) -> None:
-        self.file = file
-        self.names = set(file.keys())
+    def __init__(self, file: Any, sharded: Mapping[str, Tensor]) -> None:
+        self.file, self.sharded = file, sharded
+        self.names = {*file.keys(), *sharded}
         self.tensors: dict[str, Tensor] = {}
         self.labels: list[Tokens] = []
 
@@ -538,6 +599,8 @@ class _Reader:
         return self.tensors[name]
 
     def _load(self, name: str) -> Tensor:
+        if name in self.sharded:
+            return self.sharded[name].movedim(0, 2)  # [s, b, …] to [b, …, s, …]
         header = self.file.get_slice(name)
         _check_tensor(name, header.get_dtype(), header.get_shape())
         tensor: Tensor = self.file.get_tensor(name)

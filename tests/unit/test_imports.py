@@ -21,7 +21,7 @@ ROOT = Path(manyheads.__file__).parent
 # layer. An entry is a module, or a package with everything in it.
 LAYERS = (
     ("startup", "shapes", "tokens", "trees", "extras"),
-    ("layouts", "patches", "masks", "biases", "positions"),
+    ("layouts", "patches", "shards", "masks", "biases", "positions"),
     ("problem", "scores"),
     ("kernels",),
     ("storage", "statistics", "maps", "measures", "warping", "alignment", "highlights", "cache", "bridges"),

@@ -606,8 +606,8 @@ def test_files_of_other_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         refuses(path, save({}, ours | wrong), not_ours)
     for missing in ours:
         refuses(path, save({}, {name: text for name, text in ours.items() if name != missing}), not_ours)
-    for version in ("4", "10", "9" * 5000):
-        refuses(path, save({}, ours | {"version": version}), [f"version {version[:9]}", "up to 3", "Upgrade"])
+    for version in ("5", "10", "9" * 5000):
+        refuses(path, save({}, ours | {"version": version}), [f"version {version[:9]}", "up to 4", "Upgrade"])
     refuses(path, (2**63).to_bytes(8, "little") + b"{}", ["header has 9,223,372,036,854,775,808"])
     refuses(path, (2**25 + 1).to_bytes(8, "little") + bytes(2**25 + 1), ["header has 33,554,433"])
 
@@ -993,6 +993,15 @@ def test_a_map_of_version_3_is_read_for_ever() -> None:
     assert amap.shape == (1, 2, 3, 3)
     assert amap.value_norm is not None
     assert amap.value_norm.tolist() == [[[5.0, 13.0, 0.0]]]  # of the values [3, 4], [5, 12] and [0, 0]
+
+
+def test_a_map_of_version_4_is_read_for_ever() -> None:
+    """It is that of version 1, in two shards."""
+    amap, before = (AttentionMap.open(DATA / f"map-{version}.safetensors") for version in (4, 1))
+    assert (amap.tokens, amap.provenance) == (before.tokens, before.provenance)
+    torch.testing.assert_close(amap.dense(), before.dense())
+    with pytest.raises(ValueError, match="Expected the index of a map, got one of its shards"):
+        AttentionMap.open(DATA / "map-4.00000004.1-of-2.safetensors")
 
 
 @pytest.mark.parametrize("name", ["map-1", "map-2"])

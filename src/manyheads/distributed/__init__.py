@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from manyheads.distributed.functional import attention as attention
     from manyheads.distributed.functional import attention_with_map as attention_with_map
     from manyheads.distributed.positions import balanced_positions as balanced_positions
+    from manyheads.distributed.sharded_map import ShardedMap as ShardedMap
 
 _MODULES: dict[str, str] = {  # the module of each public name
     "attention": "functional",
@@ -36,6 +37,7 @@ _MODULES: dict[str, str] = {  # the module of each public name
     "Cost": "costs",
     "cost": "costs",
     "count_traffic": "communication",
+    "ShardedMap": "sharded_map",
     "Traffic": "communication",
 }
 

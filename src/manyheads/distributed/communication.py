@@ -125,7 +125,7 @@ def agree(group: Any, compute: Callable[[], dict[str, Any]], same: Sequence[str]
     mine: dict[str, Any] = {}
     try:
         mine = compute()
-    except (TypeError, ValueError, RuntimeError) as caught:
+    except Exception as caught:  # whatever it is, the other ranks have to learn of it
         error = caught
         mine = {"error": f"{type(caught).__name__}: {caught}"}
     ranks: list[Any] = [None] * dist.get_world_size(group)
@@ -186,7 +186,11 @@ def _hash(value: Any, digest: Any) -> None:
                 _hash(getattr(value, name), digest)
     elif callable(value):
         code = getattr(value, "__code__", None)
+        closed = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
         digest.update(repr(getattr(value, "__qualname__", type(value).__name__)).encode())
         digest.update(b"" if code is None else code.co_code)
+        for part in (*getattr(code, "co_consts", ()), *closed):
+            if isinstance(part, int | float | Tensor):  # others may have addresses, which differ
+                _hash(part, digest)
     else:
         digest.update(repr(value).encode())

@@ -170,7 +170,7 @@ class Packed:
         return keys, values
 
 
-def _pass_on(ring: Ring, step: int, packed: Packed, like: Tensor) -> tuple[Packed | None, list[Transfer]]:
+def pass_on(ring: Ring, step: int, packed: Packed, like: Tensor) -> tuple[Packed | None, list[Transfer]]:
     """Return memory for the next step's keys, and the transfers that fill it and pass on this step's."""
     mine, theirs = ring.owner(step), ring.owner(step + 1)
     transfers = [Transfer(packed.beginning(ring, mine, step + 1), ring.route.next(ring.rank), True, KEYS)]
@@ -188,7 +188,7 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     packed: Packed | None = Packed.of(ring, k, v)
     for step in range(ring.last_step + 1):
         assert packed is not None
-        received, transfers = _pass_on(ring, step, packed, k)
+        received, transfers = pass_on(ring, step, packed, k)
         pending = Pending(transfers, ring.group)
         for rows, n in ring.blocks(ring.owner(step), step):
             problem = block(
@@ -228,7 +228,7 @@ def backward(
     previous: Packed | None = None  # the gradients of the step before
     for step in range(ring.ranks):
         s = ring.owner(step)
-        received, transfers = (None, []) if packed is None else _pass_on(ring, step, packed, k)
+        received, transfers = (None, []) if packed is None else pass_on(ring, step, packed, k)
         incoming = arrived = None
         if travel and step > 1:
             arrived, more = _send_gradients(ring, step - 1, previous, home)
