@@ -27,6 +27,7 @@ INTERNAL = {
     ("kernels", "AssertionError"): "can't happen: the reference kernel supports every problem",
     ("observe.summaries", "AttributeError"): "Python's protocol for missing attributes",
     ("", "AttributeError"): "Python's protocol for missing attributes",
+    ("distributed", "AttributeError"): "Python's protocol for missing attributes",
 }
 # Classes that end a command or a process, and carry no message.
 SIGNALS = {"NotImplementedError", "KeyboardInterrupt", "SystemExit", "Exit"}

@@ -351,6 +351,28 @@ def test_the_viewer_opens_as_in_its_page(command: str, runs: Path) -> None:
             served.terminate()
 
 
+TRAINING = (ROOT / "docs" / "guides" / "train-on-several-processes.md").read_text(encoding="utf-8")
+TRAININGS = re.findall(r"^    ((?:manyheads|torchrun) .*)$", TRAINING, re.M)
+
+
+@pytest.mark.full
+def test_the_commands_to_train_on_several_processes_run(tmp_path: Path) -> None:
+    """One after the other, with a small model."""
+    (tmp_path / "books").mkdir()
+    text = "\n".join(f"The {n}th line of the file is followed by the {n + 1}th." for n in range(400))
+    (tmp_path / "books" / "1.txt").write_text(text)
+    small = "--steps 4 --layers 1 --heads 2 --embed 16 --context 32 --vocab-size 300 --device cpu"
+    starts = {"manyheads": "-m manyheads", "torchrun": "-m torch.distributed.run"}
+    for command in TRAININGS:
+        name, *words = shlex.split(command)
+        more = shlex.split(small) if "--data" in words else ["--steps", "6"] if "--resume" in words else []
+        done = run([sys.executable, *starts[name].split(), *words, *more], tmp_path)
+        assert done.returncode == 0, (command, done.stderr)
+        assert "Traceback" not in done.stderr
+    for model, step in (("my-model", 6), ("other-model", 4)):
+        assert json.loads((tmp_path / model / "state.json").read_text())["step"] == step
+
+
 BENCHMARKS = re.findall(
     r"`python (benchmarks/.*?)`", " ".join(page.read_text(encoding="utf-8") for page in PAGES)
 )
@@ -386,7 +408,7 @@ def test_no_example_is_left_out() -> None:
             in_ci = line in script or any(
                 words in line for words in re.findall(r"readme \w+ '(.*?)'", script)
             )
-            here = line in COMMANDS + VIEWS or "--model" in line or "venv" in line
+            here = line in COMMANDS + VIEWS + TRAININGS or "--model" in line or "venv" in line
             installs = re.search(r"^pip install -c constraints.txt (?:-e )?'\.\[([\w,]+)\]'", line)
             assert in_ci or here or (installs and set(installs[1].split(",")) <= extras), line
     assert BENCHMARKS

@@ -21,7 +21,7 @@ DIRECTIVE = re.compile(r"^\.\. auto(\w+):: (manyheads[\w.]*)", re.M)
 MODULES = [
     *("manyheads", "manyheads.lm", "manyheads.viewer", "manyheads.checker", "manyheads.figures"),
     *("manyheads.measures", "manyheads.observe"),
-    *("manyheads.bridges", "manyheads.hf", "manyheads.onnx", "manyheads.policies"),
+    *("manyheads.bridges", "manyheads.distributed", "manyheads.hf", "manyheads.onnx", "manyheads.policies"),
     *(f"manyheads.classic.{path.stem}" for path in (SOURCE / "classic").glob("[a-z]*.py")),
 ]
 INTERNAL = {"manyheads.classic.common"}  # shared by the four presentations

@@ -186,7 +186,11 @@ def _hash(value: Any, digest: Any) -> None:
                 _hash(getattr(value, name), digest)
     elif callable(value):
         code = getattr(value, "__code__", None)
+        closed = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
         digest.update(repr(getattr(value, "__qualname__", type(value).__name__)).encode())
         digest.update(b"" if code is None else code.co_code)
+        for part in (*getattr(code, "co_consts", ()), *closed):
+            if isinstance(part, int | float | Tensor):  # others may have addresses, which differ
+                _hash(part, digest)
     else:
         digest.update(repr(value).encode())

@@ -25,15 +25,18 @@ class Cost:
     Attributes:
         flops: The floating-point operations of the busiest rank, counting only visible scores.
         bytes: The bytes that a rank sends, on average.
+        busiest: The bytes that the busiest rank sends.
         minimum: The fewest bytes that a rank could send, on average.
         messages: The messages that a rank sends, on average.
         steps: The rounds of communication, each of which waits for the one before.
         hidden: Whether communication runs while a rank computes.
-        kept: The bytes of queries, keys, values and output, and of what is received, at the peak.
+        kept: The bytes of queries, keys, values, output, gradients and what is received, at the peak. What a
+            kernel needs while it computes isn't included.
     """
 
     flops: float
     bytes: float
+    busiest: float
     minimum: float
     messages: float
     steps: int
@@ -60,7 +63,7 @@ class Cost:
         )
         rate = real(bytes_per_second, "bytes_per_second", lambda x: x > 0, "a positive number")
         wait = real(latency, "latency", lambda x: x >= 0, "a number of seconds")
-        sending = self.bytes / rate + self.messages * wait
+        sending = self.busiest / rate + self.messages * wait
         if not self.hidden:
             return computing + sending
         # The keys of the next step arrive during a step; the first step needs none.
@@ -129,13 +132,20 @@ def cost(
         per_token = batch * keys * (itemsize + gradient * (itemsize + wide))
         # Two sets of keys (the present and the next), a partial output beside the sum, and for a gradient the
         # sums of queries' and keys' gradients (home, present, next, previous) and those of a block.
-        kept = itemsize * (queries + keys + 2 * outputs) + wide * outputs + 2 * itemsize * keys
+        kept = (
+            itemsize * (queries + keys + 2 * outputs) + wide * outputs + (1 + (ranks > 1)) * itemsize * keys
+        )
         if gradient:
-            kept = itemsize * (queries + keys + 2 * outputs) + wide * queries + 2 * itemsize * keys
+            kept = (
+                itemsize * (queries + keys + 2 * outputs)
+                + wide * queries
+                + (1 + (ranks > 1)) * itemsize * keys
+            )
             kept += (2 if ranks == 1 else 3 if ranks == 2 else 4) * wide * keys + itemsize * (queries + keys)
         return Cost(
             flops=batch * heads * scores * per_score,
             bytes=sent.tokens * per_token,
+            busiest=route.most_keys_sent() * per_token,
             minimum=route.minimum() * per_token,
             messages=sent.messages + gradient * (sent.messages + back.messages),
             steps=(1 + gradient) * max(max(steps, default=0) for steps in route.steps),
@@ -155,6 +165,7 @@ def cost(
     return Cost(
         flops=batch * heads * every * per_score,
         bytes=sent_bytes,
+        busiest=sent_bytes,
         minimum=sent_bytes,
         messages=4.0 * (ranks - 1) * (1 + gradient),
         steps=(4 if ranks > 1 else 0) * (1 + gradient),

@@ -68,6 +68,8 @@ def cut_into_parts(positions: Tensor) -> tuple[Part, ...]:
     parts: list[Part] = []
     start = 0
     steps = positions.diff()
+    if bool((steps == 0).any()):  # an error, which `check_partition` raises
+        return (Part(0, positions.clone()),)
     changes = (steps.diff() != 0).nonzero().flatten().add(2).tolist()  # where a new step begins
     listed = positions.tolist()
     while start < n:

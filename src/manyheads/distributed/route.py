@@ -124,6 +124,12 @@ class Route:
         messages = sum(max(steps, default=0) for steps in self.steps)
         return Sent(float(tokens) / self.ranks, messages / self.ranks)
 
+    def most_keys_sent(self) -> float:
+        """Return the tokens that the busiest rank sends in one round."""
+        direction, far = self._distances
+        ahead = direction * (np.arange(self.ranks)[:, None] - self.owners) % max(self.ranks, 1)  # [ranks, p]
+        return float(((ahead < far) * self.lengths).sum(1).max(initial=0))
+
     def gradients_sent(self) -> Sent:
         """Return the gradients that a rank sends in one round: to the next rank, and home at the end."""
         onward = sum(max(max(steps, default=0) - 1, 0) for steps in self.steps)
