@@ -26,7 +26,7 @@ LAYERS = (
     ("kernels",),
     ("storage", "statistics", "maps", "measures", "warping", "alignment", "highlights", "cache", "bridges"),
     ("functional", "layers", "policies", "classic", "figures", "onnx"),
-    ("sdpa_hooks", "acceleration", "observe", "hf", "lm"),
+    ("sdpa_hooks", "acceleration", "observe", "hf", "distributed", "lm"),
     ("viewer", "checker", "text", "bench"),
     ("help_pages", "cli"),
     ("__main__",),
