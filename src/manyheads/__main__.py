@@ -48,6 +48,8 @@ def finish(code: int) -> NoReturn:
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
+    if signal.getsignal(signal.SIGTERM) is terminate:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Python prints the SystemExit of an exit function
     atexit._run_exitfuncs()
     for output in (sys.stdout, sys.stderr):
         if output is not None and not output.closed:
@@ -59,7 +61,7 @@ def handle_interrupts() -> None:
     """End the process quietly on Ctrl-C and SIGTERM, unless it was started with SIGINT ignored."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
-        sys.unraisablehook = leave_if_interrupted
+    sys.unraisablehook = leave_if_interrupted
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, terminate)
 
@@ -71,18 +73,30 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     extensions print a traceback or drop the exception if it is raised during their initialization.
     """
     signal.signal(signal.SIGINT, leave)
-    importing = False  # True if the function that `frame` called belongs to the import system
-    while frame is not None:
-        if importing and frame.f_globals.get("__name__") in (__name__, "manyheads.cli"):
-            leave()
-        importing = frame.f_code.co_filename.startswith("<frozen importlib")
-        frame = frame.f_back
+    if is_importing(frame):
+        leave()
     raise KeyboardInterrupt
 
 
+def is_importing(frame: FrameType | None) -> bool:
+    """Return True if a frame runs within an import of this module or of `manyheads.cli`."""
+    importing = False  # True if the function that `frame` called belongs to the import system
+    while frame is not None:
+        if importing and frame.f_globals.get("__name__") in (__name__, "manyheads.cli"):
+            return True
+        importing = frame.f_code.co_filename.startswith("<frozen importlib")
+        frame = frame.f_back
+    return False
+
+
 def terminate(number: int, frame: FrameType | None) -> None:
-    """Raise SystemExit, so that files and processes are cleaned up; a second signal doesn't wait."""
+    """Raise SystemExit, so that files and processes are cleaned up; a second signal doesn't wait.
+
+    While a command imports its modules, the process ends at once, as on Ctrl-C.
+    """
     signal.signal(number, signal.SIG_DFL)
+    if is_importing(frame):
+        os._exit(128 + number)
     raise SystemExit(128 + number)
 
 
@@ -94,9 +108,11 @@ def leave(*_: object) -> NoReturn:
 
 
 def leave_if_interrupted(error: Any) -> None:
-    """End the process after a Ctrl-C in a destructor, whose exceptions Python doesn't propagate."""
+    """End the process after a signal in a destructor, whose exceptions Python doesn't propagate."""
     if error.exc_type is KeyboardInterrupt:
         leave()
+    if error.exc_type is SystemExit and isinstance(error.exc_value.code, int):
+        os._exit(error.exc_value.code)
     sys.__unraisablehook__(error)
 
 

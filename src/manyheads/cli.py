@@ -597,6 +597,10 @@ def list_names(files: list[Path]) -> str:
 
       # Continue an interrupted run
       manyheads train --out my-model --resume
+
+      # Train on four processes; on several machines, start it by torchrun
+      manyheads train --data books --out my-model --processes 4
+      torchrun --nproc-per-node 4 -m manyheads train --data books --out my-model
     """,
 )
 def train(
@@ -631,21 +635,43 @@ def train(
         int | None,
         option("N", "Optimizer steps; with --resume, the step to continue to.", "Training", "3000"),
     ] = None,
-    batch_size: Annotated[int | None, option("N", "Sequences per step.", "Training", "8")] = None,
+    batch_size: Annotated[
+        int | None, option("N", "Sequences per step, of all processes together.", "Training", "8")
+    ] = None,
+    accumulate: Annotated[
+        int | None,
+        option("N", "Parts of a process's batch; more parts use less memory.", "Training", "1"),
+    ] = None,
     learning_rate: Annotated[
         float | None, option("X", "Highest learning rate, at most 1.", "Training", "0.002")
     ] = None,
     seed: Annotated[
         int | None, option("N", "Random seed of weights, batches and dropout.", "Training", "0")
     ] = None,
+    processes: Annotated[
+        int | None, option("N", "Start N processes on this machine, by torchrun.", "Processes", "1")
+    ] = None,
+    shard: Annotated[
+        bool,
+        flag("--shard", "Shard weights, gradients and optimizer over the processes (FSDP2).", "Processes"),
+    ] = False,
+    timeout: Annotated[
+        float, option("SECONDS", "Time to wait for a process that doesn't respond.", "Processes")
+    ] = 600.0,
 ) -> None:
-    """Train a small language model on text."""
+    """Train a small language model on text.
+
+    Several processes train one model together, each on its part of every batch. The loss is that of one
+    process, except for rounding, and a run can be resumed by any number of processes.
+    """
+    if processes is not None:
+        launch(processes)
     from manyheads import lm
 
     options = {name: value for name, value in command.params.items() if value is not None}
-    for name in ("out", "data", "resume"):
+    for name in ("out", "data", "resume", "processes", "shard", "timeout"):
         options.pop(name, None)
-    lm.train(out, options, data or (), resume=resume)
+    lm.train(out, options, data or (), resume=resume, shard=shard, timeout=timeout)
 
 
 @command(
@@ -686,10 +712,35 @@ def generate(
         print(f"manyheads: stopped before {tokens} tokens, the model's context is full", file=sys.stderr)
 
 
+def launch(processes: int) -> None:
+    """Run this command in several processes and exit, unless this is one of them or the number is 1."""
+    if os.environ.get("MANYHEADS_LAUNCHED"):
+        return
+    from manyheads.distributed import processes as launcher
+
+    launcher.check_processes(processes)
+    if processes > 1:
+        raise typer.Exit(launcher.launch(processes, sys.argv[1:]))
+
+
 def main() -> None:
     """Run a command. Invalid input gives one line on standard error and exit code 2."""
+    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # one of several processes, of torchrun
     try:
-        app()
+        app() if not is_rank else sys.exit(app(standalone_mode=False) or 0)
     except (ValueError, TypeError, OSError, ImportError) as error:
+        if is_rank:
+            from manyheads.distributed.processes import report
+
+            sys.exit(report(error))
         print(f"manyheads: {error}", file=sys.stderr)
+        sys.exit(2)
+    except Exception as error:
+        show = getattr(error, "show", None)  # typer's, for an invalid option, which all processes have
+        if not (is_rank and show):
+            raise
+        from manyheads.distributed.processes import is_first_report
+
+        if is_first_report():
+            show()
         sys.exit(2)

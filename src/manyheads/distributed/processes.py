@@ -22,10 +22,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import psutil
@@ -42,8 +43,9 @@ LAUNCHED = "MANYHEADS_LAUNCHED"  # the environment variable that `launch` sets f
 SHUTDOWN = 120  # seconds that processes have for a last checkpoint after Ctrl-C
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-# The store over which processes meet, kept for `report`.
-_joined: list[dist.Store] = []
+_joined: list[dist.Store] = []  # the store of the group that this process has joined
+_parent = os.getppid()
+_turns = count()  # numbers for keys of the store, the same in all processes
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,42 @@ class Group:
         """Return the sums of numbers over all processes, in float64. All processes call it."""
         if self.size == 1:
             return list(numbers)
-        total = torch.tensor(numbers, dtype=torch.float64, device=self.device)  # [n]
+        total = torch.tensor(numbers, dtype=torch.float64)  # [n]
         dist.all_reduce(total)
-        return total.tolist()
+        return [float(x) for x in total]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise an error of the block in all processes. All enter the block, which has no communication."""
+        error: Exception | None = None
+        try:
+            yield
+        except (ValueError, TypeError, OSError) as raised:
+            if self.size == 1 or isinstance(raised, ConnectionError):
+                raise
+            error = raised
+        for raised_by_any in self.gather(error):
+            if raised_by_any is not None:
+                raise raised_by_any from None
+
+    def first_does(self, function: Callable[[], object]) -> None:
+        """Call a function in rank 0 while the others wait, for as long as it takes. All processes call this.
+
+        Args:
+            function: The function. Its errors are raised in all processes.
+        """
+        turn = f"turn/{next(_turns)}"
+        with self.together():
+            if self.is_first:
+                try:
+                    function()
+                finally:
+                    if self.size > 1 and _joined:
+                        _joined[-1].set(turn, "done")
+            elif _joined:
+                # Not a collective, which has a time-out, and in which Python doesn't handle signals.
+                while not _joined[-1].check([turn]):
+                    time.sleep(0.05)
 
 
 def is_launched() -> bool:
@@ -104,9 +139,14 @@ def is_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def is_orphan() -> bool:
+    """Return True if torchrun, or `launch`, has ended without ending this process, as after `kill -9`."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != _parent
+
+
 @contextmanager
 def join(
-    device: str | None = None, timeout: float = TIMEOUT, arguments: Mapping[str, object] | None = None
+    device: str = "cpu", timeout: float = TIMEOUT, arguments: Mapping[str, object] | None = None
 ) -> Iterator[Group]:
     """Join the other processes that torchrun has started; leave them at the end.
 
@@ -114,8 +154,7 @@ def join(
     initialized is used and kept.
 
     Args:
-        device: The device: "cpu" (gloo), or "cuda" (NCCL), of which each process takes its own. By default,
-            CUDA if it is available.
+        device: The device: "cpu", or "cuda", of which each process takes its own.
         timeout: Seconds to wait for the other processes, both here and in each collective.
         arguments: Values that must be the same in all processes, by name.
 
@@ -130,10 +169,8 @@ def join(
         OSError: If the port of the processes is taken.
     """
     real(timeout, "timeout", lambda x: 0 < x < 1e7, "a positive number of seconds")
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     if dist.is_initialized():
-        group = Group(dist.get_rank(), dist.get_world_size(), _own_device(device))
+        group = Group(dist.get_rank(), dist.get_world_size(), own_device(device))
         with _translated(timeout):
             group.check_agreement(_facts(arguments))
             yield group
@@ -142,17 +179,18 @@ def join(
     if size == 1:
         yield Group(device=device)
         return
-    device = _own_device(device)
+    device = own_device(device)
     store = _meet(rank, size, timeout, _facts(arguments))
     _joined.append(store)
     if os.environ["MASTER_ADDR"] in LOOPBACK and os.environ.get("LOCAL_WORLD_SIZE", str(size)) == str(size):
         # Else gloo looks up the name of this machine, which may fail or take seconds.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if platform.system() == "Darwin" else "lo")
-    backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+    # gloo for tensors on the CPU, also beside NCCL, which starts when the first tensor on a GPU is sent.
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     with _translated(timeout):
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("group", store),
+            store=dist.PrefixStore(f"group/{next(_turns)}", store),
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout),
@@ -187,10 +225,25 @@ def _read_environment() -> tuple[int, int]:
     return rank, size
 
 
-def _own_device(device: str) -> str:
-    """Return the device of this process: of "cuda", the GPU of its number on this machine."""
-    if device != "cuda":
+def own_device(device: str) -> str:
+    """Return the device of one of several processes.
+
+    Args:
+        device: "cpu" or "cuda".
+
+    Returns:
+        "cpu", or the GPU of the process's number on this machine.
+
+    Raises:
+        ValueError: If the device is a different one, or there are fewer GPUs than processes.
+    """
+    if device == "cpu":
         return device
+    if device != "cuda":
+        raise ValueError(
+            f"Expected device cpu or cuda with several processes, got {device!r}. With cuda, each process "
+            "uses a GPU of its own."
+        )
     number, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if number >= count:
         raise ValueError(
@@ -231,11 +284,11 @@ def _compare(facts: Sequence[Mapping[str, Any]]) -> None:
 
 def _meet(rank: int, size: int, timeout: float, facts: dict[str, Any]) -> dist.Store:
     """Return the store of the processes after all of them have come, with the same facts."""
-    end = time.monotonic() + timeout
+    end, turn = time.monotonic() + timeout, next(_turns)
     store = _connect(rank, timeout)
     try:
-        store.set(f"facts/{rank}", json.dumps({**facts, "WORLD_SIZE": size}))
-        names = [f"facts/{other}" for other in range(size)]
+        store.set(f"facts/{turn}/{rank}", json.dumps({**facts, "WORLD_SIZE": size}))
+        names = [f"facts/{turn}/{other}" for other in range(size)]
         while not store.check(names):
             if time.monotonic() > end:
                 missing = [str(other) for other, name in enumerate(names) if not store.check([name])]
@@ -346,14 +399,16 @@ def report(error: BaseException) -> int:
     Returns:
         The exit code.
     """
+    if is_launched() and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, which would change the exit code
     if isinstance(error, ConnectionError) and os.environ.get(LAUNCHED):
         return LOST
-    if _is_first_report():
+    if is_first_report():
         print(f"manyheads: {error}", file=sys.stderr, flush=True)
     return 2
 
 
-def _is_first_report() -> bool:
+def is_first_report() -> bool:
     """Return True in the first process that calls this, and in any process without a store."""
     try:
         rank, size = _read_environment()
@@ -365,6 +420,24 @@ def _is_first_report() -> bool:
         return store.add("reports", 1) == 1
     except (OSError, ValueError, RuntimeError):  # the store is gone
         return True
+
+
+def check_processes(processes: int) -> None:
+    """Check that `launch` can start a number of processes.
+
+    Args:
+        processes: The number.
+
+    Raises:
+        TypeError: If it isn't an integer.
+        ValueError: If it isn't between 1 and 4,096, or torchrun has started this process.
+    """
+    whole(processes, "processes", 1, MOST)
+    if is_launched():
+        raise ValueError(
+            "Expected --processes without torchrun, got both. Leave --processes out: torchrun has started "
+            f"{os.environ['WORLD_SIZE']} processes."
+        )
 
 
 def launch(processes: int, arguments: Sequence[str]) -> int:
@@ -381,17 +454,12 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
         The exit code: 0, or that of the first process that failed.
 
     Raises:
-        ValueError: If the number isn't between 1 and 4,096.
+        ValueError: If the number isn't between 1 and 4,096, or torchrun has started this process.
         KeyboardInterrupt: After Ctrl-C.
         SystemExit: After SIGTERM.
         ConnectionError: If a process was killed, or lost the connection to the others.
     """
-    whole(processes, "processes", 1, MOST)
-    if is_launched():
-        raise ValueError(
-            "Expected --processes without torchrun, got both. Leave --processes out: torchrun has started "
-            f"{os.environ['WORLD_SIZE']} processes."
-        )
+    check_processes(processes)
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -1,6 +1,8 @@
 """The files of a model: `model.safetensors, config.json, tokenizer.json`, without pickle.
 
-The folder of a training run also has `optimizer.safetensors, state.json`, the token files and the log.
+The folder of a training run also has `optimizer.safetensors, state.json`, the token files and the log. A run
+on several processes writes the state of the optimizer by `torch.distributed.checkpoint`, as safetensors files
+in the folder `optimizer-shards`, one for each process; any number of processes, also one, reads them.
 
 The files of a checkpoint are consistent even if the process is killed while it writes them: they are written
 to a temporary folder, the complete folder is renamed, and then the files are moved to their places. If the
@@ -21,7 +23,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -44,15 +46,17 @@ KIND = "manyheads-lm-1"
 CHECKSUMS = "sha256-tensors-config"  # the header's entry with both checksums, separated by a space
 CHECKSUM = "sha256"  # the entry of state.json with the checksums of files, and of earlier versions' headers
 SHIPPED = Path(__file__).with_name("shipped")
+OPTIMIZER = "optimizer.safetensors"
 FILES = (
     "model.safetensors",
     "config.json",
     "tokenizer.json",
-    "optimizer.safetensors",
+    OPTIMIZER,
     "state.json",
 )
 TRAINING, HELD_OUT, LOG = "train.npy", "held_out.npy", "log.jsonl"
 RUN_FILES = (*FILES, TRAINING, HELD_OUT)  # the files that are needed to resume a run
+SHARDS = "optimizer-shards"  # the folder that a run on several processes has in place of FILES[3]
 # Folders inside the folder of a checkpoint. Their names are reserved: files inside them may be deleted.
 WRITING, WRITTEN = ".manyheads-writing", ".manyheads-written"
 LOCK = ".manyheads-lock"
@@ -80,27 +84,35 @@ def save(
         OSError: If a file can't be written. The earlier checkpoint is kept.
     """
     with writing(folder) as staging:
-        write_model(staging, folder, model, tokenizer, optimizer, state)
+        contents = model_files(model.state_dict(), model.config, tokenizer)
+        if optimizer is not None and state is not None:
+            contents |= run_files(contents, {OPTIMIZER: tensor_bytes(optimizer, model.config)}, {}, state)
+        write_files(staging, folder, contents)
 
 
-def write_model(
-    staging: Path,
-    folder: Path,
-    model: LanguageModel,
-    tokenizer: Tokenizer,
-    optimizer: Mapping[str, Tensor] | None,
-    state: Mapping[str, Any] | None,
-) -> None:
-    """Write the files that `save` describes into the folder `staging`. Errors name the files in `folder`."""
-    contents = {
-        "model.safetensors": _tensor_bytes(model.state_dict(), model.config),
-        "config.json": _json_bytes(asdict(model.config)),
+def model_files(weights: Mapping[str, Tensor], config: Config, tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Return the contents of the files of a model."""
+    return {
+        "model.safetensors": tensor_bytes(weights, config),
+        "config.json": _json_bytes(asdict(config)),
         "tokenizer.json": tokenizer.to_str(pretty=True).encode(),
     }
-    if optimizer is not None and state is not None:
-        contents["optimizer.safetensors"] = _tensor_bytes(optimizer, model.config)
-        digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-        contents["state.json"] = _json_bytes({**state, CHECKSUM: digests})
+
+
+def run_files(
+    model: Mapping[str, bytes],
+    optimizer: Mapping[str, bytes],
+    shards: Mapping[str, str],
+    state: Mapping[str, Any],
+) -> dict[str, bytes]:
+    """Return the contents of the other files of a run, given its shards' checksums by name."""
+    files = {**model, **optimizer}
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    return {**optimizer, "state.json": _json_bytes({**state, CHECKSUM: {**digests, **shards}})}
+
+
+def write_files(staging: Path, folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Write files into the folder `staging`. Errors name them as those in `folder`."""
     for name, content in contents.items():
         with disk_errors(folder / name), replacing(staging / name) as file:
             file.write(content)
@@ -127,10 +139,23 @@ def finish_write(folder: Path) -> None:
     """Move the files of a complete checkpoint to their places if a process was killed before moving them."""
     written = folder / WRITTEN
     if written.is_dir():
-        for name in RUN_FILES:
+        # The optimizer's state of the earlier checkpoint, which may have had another number of processes.
+        if (written / SHARDS).is_dir() or (written / OPTIMIZER).exists():
+            _remove_shards(folder)
+        if (written / SHARDS).is_dir():
+            (folder / OPTIMIZER).unlink(missing_ok=True)
+        for name in (*RUN_FILES, SHARDS):
             if (written / name).exists():
                 os.replace(written / name, folder / name)
         written.rmdir()
+
+
+def _remove_shards(folder: Path) -> None:
+    """Remove the shards in a folder, and nothing else."""
+    if (folder / SHARDS).is_dir():
+        for path in (folder / SHARDS).glob("shard-*.safetensors"):
+            path.unlink()
+        (folder / SHARDS).rmdir()
 
 
 def load(folder: str | os.PathLike[str] | None = None) -> tuple[LanguageModel, Tokenizer]:
@@ -324,7 +349,8 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise OSError(f"{path} can't be written: {error.strerror or error}. {advice}") from None
 
 
-def _tensor_bytes(tensors: Mapping[str, Tensor], config: Config) -> bytes:
+def tensor_bytes(tensors: Mapping[str, Tensor], config: Config) -> bytes:
+    """Return the content of a safetensors file, with checksums of its tensors and of the config."""
     tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
     # Both checksums are in one entry. Several entries would be written in random order, but equal runs must
     # have equal files.
@@ -359,12 +385,107 @@ def _read_config(path: Path) -> Config:
         raise ValueError(f"{path}: {error} Restore it from a copy.") from None
 
 
+# -- shards -----------------------------------------------------------------------------------------
+
+
+def write_shards(staging: Path, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors into shards, each process its own. All processes call it.
+
+    Args:
+        staging: The folder to write into.
+        folder: The folder that errors name.
+        tensors: Tensors by name, the same names in all processes: replicated, or sharded over the processes
+            (`DTensor`).
+
+    Raises:
+        OSError: If a file can't be written, in every process.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    writer = dcp.HuggingFaceStorageWriter(str(staging / SHARDS), save_distributed=True)
+    try:
+        dcp.save(dict(tensors), storage_writer=writer)
+    except dcp.CheckpointException as error:
+        with disk_errors(folder / SHARDS):
+            raise _first_failure(error) from None
+
+
+def shard_digests(staging: Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the SHA-256 of shards by their names."""
+    return {f"{SHARDS}/{name}": file_digest(staging / SHARDS / name) for name in names}
+
+
+def check_shards(folder: Path, names: Iterable[str], expected: Mapping[str, Tensor]) -> None:
+    """Check that the shards of a folder have the expected tensors.
+
+    Args:
+        folder: The folder of the run.
+        names: The names of the shards, relative to the folder.
+        expected: Tensors with the expected names and shapes.
+
+    Raises:
+        FileNotFoundError: If a shard is missing.
+        ValueError: If a shard can't be read, or names or shapes differ.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    for name in names:
+        path = folder / name
+        if not path.is_file():
+            raise FileNotFoundError(f"{folder} has no {name}, which --resume needs. {RESTORE}")
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(
+                f"{path} can't be read as safetensors: {error}. It may be truncated. {RESTORE}"
+            ) from None
+    found = dcp.HuggingFaceStorageReader(str(folder / SHARDS)).read_metadata().state_dict_metadata
+    for name, tensor in expected.items():
+        size = list(getattr(found.get(name), "size", ()))
+        if size != list(tensor.shape):
+            raise ValueError(
+                f"Expected {name} in {folder / SHARDS} to be {sizes(tensor)}, got {size or 'no tensor'}. "
+                f"{RESTORE}"
+            )
+
+
+def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Read shards into tensors. If there is a process group, all its processes call it.
+
+    Args:
+        folder: The folder of the run.
+        tensors: Tensors by name, replicated or sharded over the processes, whose entries are replaced.
+
+    Raises:
+        ValueError: If a number isn't finite, or a shard can't be read.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.tensor import DTensor
+
+    reader = dcp.HuggingFaceStorageReader(str(folder / SHARDS))
+    try:
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=not torch.distributed.is_initialized())
+    except dcp.CheckpointException as error:
+        raise ValueError(f"{folder / SHARDS} can't be read: {_first_failure(error)}. {RESTORE}") from None
+    for name, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if not torch.isfinite(local).all():
+            raise ValueError(f"{folder / SHARDS}: {name} has NaN or infinite entries. {RESTORE}")
+
+
+def _first_failure(error: Any) -> Exception:
+    """Return the error of the first process that failed to write or read a checkpoint."""
+    failure = next(iter(error.failures.values()))[0]
+    return failure if isinstance(failure, Exception) else OSError(str(failure))
+
+
 # -- the folder of a run ---------------------------------------------------------------------------
 
 
 def check_vacant(folder: Path) -> None:
     """Raise FileExistsError if a folder has a run, or files that a new run would overwrite."""
-    present = [name for name in (*RUN_FILES, LOG, WRITTEN) if os.path.lexists(folder / name)]
+    present = [name for name in (*RUN_FILES, SHARDS, LOG, WRITTEN) if os.path.lexists(folder / name)]
     missing = _missing(folder)
     if present and (not missing or WRITTEN in present):
         raise FileExistsError(
@@ -381,7 +502,7 @@ def check_vacant(folder: Path) -> None:
 def check_complete(folder: Path) -> None:
     """Raise FileNotFoundError if a file that is needed to resume a run is missing."""
     missing = _missing(folder)
-    if set(FILES) <= set(missing):
+    if {*FILES} - {OPTIMIZER} <= {*missing}:
         raise FileNotFoundError(
             f"{folder} has no checkpoint to resume from. Start without --resume, or choose a different --out."
         )
@@ -390,7 +511,9 @@ def check_complete(folder: Path) -> None:
 
 
 def _missing(folder: Path) -> list[str]:
-    return [name for name in RUN_FILES if not (folder / name).is_file()]
+    has_shards = (folder / SHARDS).is_dir()
+    names = [name for name in RUN_FILES if not (has_shards and name == OPTIMIZER)]
+    return [name for name in names if not (folder / name).is_file()]
 
 
 @contextmanager

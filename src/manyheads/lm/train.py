@@ -5,6 +5,9 @@ step is a pure function of the seed, the step number and the state before it: th
 and of dropout are seeded by (seed, step). So on the CPU of one machine, a resumed run gives the same bits as
 an uninterrupted run.
 
+On several processes (`parallel`) a step has the same batch, and a resumed run may have another number of
+them. Rank 0 alone prints, writes the log and the weights; the optimizer's state is written by all.
+
 `checkpoint` describes the files of a run's folder. If TensorBoard is installed, its files are written too.
 """
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import shlex
 import signal
 import threading
@@ -30,21 +34,28 @@ import numpy as np
 import psutil
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
-from manyheads.lm import checkpoint, data
-from manyheads.lm.checkpoint import HELD_OUT, LOG, RESTORE, TRAINING
+from manyheads.distributed import processes
+from manyheads.distributed.processes import TIMEOUT, Group, own_device
+from manyheads.lm import checkpoint, data, parallel
+from manyheads.lm.checkpoint import HELD_OUT, LOG, OPTIMIZER, RESTORE, SHARDS, TRAINING
 from manyheads.lm.model import Config, LanguageModel
 from manyheads.shapes import amount, check_seed, real, whole
 
 if TYPE_CHECKING:
     from rich.console import Console
     from tokenizers import Tokenizer
+    from torch.distributed.device_mesh import DeviceMesh
 
 EVALUATION_ROWS = 8  # the number of windows in a batch of an evaluation
 TOKENIZER_TEXT = 2**26  # bytes to train the tokenizer on; of longer texts, every n-th document is used
 SMALLEST_VOCAB = 257  # the 256 bytes and the end-of-text token
 LARGEST_VOCAB = 2**20  # the tokenizers library aborts the process if a size doesn't fit into memory
 MOST_STEPS = 10**9
+CHANGEABLE = ("steps", "accumulate")  # options that may be changed when a run is resumed
+MOMENTS = ("exp_avg", "exp_avg_sq")  # the state of AdamW for each parameter, beside the step
+ALONE = Group()  # the group of a run on one process
 # Options that were renamed: the name in earlier versions, and the current name.
 RENAMED = {"rows": "batch_size", "rate": "learning_rate", "vocab": "vocab_size"}
 
@@ -62,7 +73,8 @@ class Options:
         heads: The number of heads.
         embed: The model size.
         hidden: The width of the feed-forward layers, 7/3 of embed if None.
-        batch_size: The number of sequences in a batch.
+        batch_size: The number of sequences in a batch, of all processes together.
+        accumulate: The number of parts of a process's batch, whose gradients are added to use less memory.
         repeated: The number of sequences in a batch that are repeated random tokens, to learn copying.
         vocab_size: The largest size of the vocabulary, from 257 to 2^20. A short text may give fewer tokens.
         learning_rate: The highest learning rate, at most 1.
@@ -89,6 +101,7 @@ class Options:
     embed: int = 192
     hidden: int | None = None
     batch_size: int = 8
+    accumulate: int = 1
     repeated: int = 0
     vocab_size: int = 3072
     learning_rate: float = 2e-3
@@ -106,6 +119,7 @@ class Options:
             ("steps", 1, MOST_STEPS),
             ("context", 2, None),
             ("batch_size", 1, None),
+            ("accumulate", 1, self.batch_size),
             ("repeated", 0, self.batch_size),
             ("vocab_size", SMALLEST_VOCAB, LARGEST_VOCAB),
             ("log_every", 1, None),
@@ -141,17 +155,31 @@ class Options:
         hidden = round(self.embed * 7 / 3) if self.hidden is None else self.hidden
         return Config(vocab, self.embed, self.heads, self.layers, hidden, self.context)
 
-    def check_memory(self, vocab: int) -> None:
+    def check_parts(self, processes: int) -> None:
+        """Raise ValueError if the batch can't be cut into equal parts for the processes."""
+        parts = processes * self.accumulate
+        if self.batch_size % parts:
+            raise ValueError(
+                f"Expected batch_size to be a multiple of {parts} ({processes} processes, --accumulate "
+                f"{self.accumulate}), got {self.batch_size}. Choose a --batch-size that {parts} divides."
+            )
+
+    def check_memory(self, vocab: int, processes: int = 1, shards: int = 1) -> None:
         """Check that the device has enough memory to train the model.
 
         Args:
             vocab: The size of the tokenizer's vocabulary.
+            processes: The number of processes, which share the memory if the device is the CPU.
+            shards: The number of processes that the weights are sharded over.
 
         Raises:
             ValueError: If weights, gradients, optimizer and logits need more than the device has.
         """
         # Weights, gradients and the two moments of AdamW, and logits and their gradients, all in float32.
-        needed = 16 * self.config(vocab).parameter_count + 8 * self.batch_size * self.context * vocab
+        rows = self.batch_size // (processes * self.accumulate)
+        needed = 16 * self.config(vocab).parameter_count // shards + 8 * rows * self.context * vocab
+        if torch.device(self.device).type != "cuda":
+            needed *= min(processes, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         if torch.device(self.device).type == "cuda":
             available = torch.cuda.get_device_properties(self.device).total_memory
         else:
@@ -212,16 +240,31 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 class Run:
     """A training run: its folder, options, tokenizer, model and optimizer.
 
-    `facts` describe the text: checksums and the numbers of documents, bytes and tokens.
+    `facts` describe the text: checksums and the numbers of documents, bytes and tokens. With a `mesh`, the
+    weights are sharded over the processes of `group`, else replicated.
     """
 
-    def __init__(self, out: Path, options: Options, tokenizer: Tokenizer, facts: Mapping[str, Any]):
+    def __init__(
+        self,
+        out: Path,
+        options: Options,
+        tokenizer: Tokenizer,
+        facts: Mapping[str, Any],
+        group: Group = ALONE,
+        mesh: DeviceMesh | None = None,
+    ):
         self.out, self.options, self.tokenizer, self.facts = out, options, tokenizer, facts
+        self.group, self.mesh = group, mesh
+        self.device = options.device if group.size == 1 else own_device(options.device)
         self.step = 0  # the number of finished steps
         self.seconds = 0.0  # the training time so far
         config = options.config(tokenizer.get_vocab_size())
         torch.manual_seed(options.seed)
-        self.model = LanguageModel(config, options.dropout).to(options.device).train()
+        self.model = LanguageModel(config, options.dropout).to(self.device).train()
+        self.dropouts = parallel.use_batch_dropout(self.model) if self.is_cut else []
+        if mesh is not None:
+            parallel.shard(self.model, mesh)
+        self.module: nn.Module = self.model  # computes gradients, and adds those of other processes
         matrices = [parameter for parameter in self.model.parameters() if parameter.dim() >= 2]
         vectors = [parameter for parameter in self.model.parameters() if parameter.dim() < 2]
         groups = [
@@ -241,43 +284,67 @@ class Run:
         return run
 
     @classmethod
-    def resume(cls, out: Path, changes: Mapping[str, Any], paths: Sequence[Path]) -> Run:
-        """Resume a run. `changes` are the given options, of which only `steps` may differ from the run's."""
-        checkpoint.finish_write(out)
-        checkpoint.check_complete(out)
-        options, facts, step, seconds, digests = _read_state(out / "state.json")
-        for name, value in changes.items():
-            if name != "steps" and getattr(options, name) != value:
+    def resume(
+        cls,
+        out: Path,
+        changes: Mapping[str, Any],
+        paths: Sequence[Path],
+        group: Group = ALONE,
+        *,
+        shard: bool = False,
+    ) -> Run:
+        """Resume a run.
+
+        `changes` are the given options, of which only `steps` and `accumulate` may differ from the run's.
+        """
+        group.first_does(lambda: checkpoint.finish_write(out))
+        with group.together():
+            checkpoint.check_complete(out)
+            options, facts, step, seconds, digests = _read_state(out / "state.json")
+            for name, value in changes.items():
+                if name not in CHANGEABLE and getattr(options, name) != value:
+                    raise ValueError(
+                        f"Expected --{name.replace('_', '-')} {getattr(options, name)}, with which the run "
+                        f"in {out} was started, got {value}. Leave the option out to resume, or choose a "
+                        "different --out."
+                    )
+            options = _with_steps(out, options, step, changes.get("steps", options.steps))
+            options = replace(options, accumulate=changes.get("accumulate", options.accumulate))
+            options.check_parts(group.size)
+        mesh = parallel.mesh_of(group, options.device) if shard else None
+        if paths:
+            group.first_does(lambda: _check_text(out, paths, facts["documents_sha256"]))
+        with group.together():
+            config, tokenizer = checkpoint.read_config(out)
+            if config != options.config(config.vocab):
                 raise ValueError(
-                    f"Expected --{name.replace('_', '-')} {getattr(options, name)}, with which the run in "
-                    f"{out} was started, got {value}. Leave the option out to resume, or choose a different "
-                    "--out."
+                    f"{out / 'config.json'} and {out / 'state.json'} describe models of different sizes. "
+                    f"{RESTORE}"
                 )
-        options = _with_steps(out, options, step, changes.get("steps", options.steps))
-        if paths and data.digest(data.TextFiles(paths)) != facts["documents_sha256"]:
-            raise ValueError(
-                f"The run in {out} was started with a different text than --data. Leave --data out to "
-                "resume, or choose a different --out."
-            )
-        config, tokenizer = checkpoint.read_config(out)
-        if config != options.config(config.vocab):
-            raise ValueError(
-                f"{out / 'config.json'} and {out / 'state.json'} describe models of different sizes. "
-                f"{RESTORE}"
-            )
-        options.check_memory(config.vocab)
-        run = cls(out, options, tokenizer, facts)
+            options.check_memory(config.vocab, group.size, 1 if mesh is None else group.size)
+            run = cls(out, options, tokenizer, facts, group, mesh)
         run.step, run.seconds = step, seconds
-        run.restore()
-        checkpoint.check_digests(out, digests)  # last, because the errors of other checks are more specific
-        lines = run.read_log()
-        checkpoint.write(out / LOG, "".join(lines).encode())
+        run.restore([name for name in digests if name.startswith(SHARDS)])
+        # Last, because the errors of other checks are more specific.
+        group.first_does(lambda: checkpoint.check_digests(out, digests))
+        group.first_does(lambda: checkpoint.write(out / LOG, "".join(run.read_log()).encode()))
+        run.replicate()
         if options.schedule_steps is not None and step < options.steps:
-            _console().print(
+            _console(group).print(
                 f"continuing to step {options.steps}: the learning rate follows its schedule up to step "
                 f"{options.schedule_steps}, then stays at {options.rate_at(options.schedule_steps):.3g}"
             )
         return run
+
+    def replicate(self) -> None:
+        """Average the gradients of replicated weights over the processes from now on."""
+        if self.group.size > 1 and self.mesh is None:
+            self.module = parallel.replicate(self.model)
+
+    @property
+    def is_cut(self) -> bool:
+        """Return True if a batch is cut into parts, for several processes or to accumulate gradients."""
+        return self.group.size * self.options.accumulate > 1
 
     @cached_property
     def training(self) -> data.Tokens:
@@ -291,15 +358,23 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint that replaces the last one."""
-        with checkpoint.writing(self.out) as staging:
+        with ExitStack() as stack:
+            staging = self.out / checkpoint.WRITING
+            with self.group.together():
+                if self.group.is_first:
+                    stack.enter_context(checkpoint.writing(self.out))
             self.write(staging)
+            with self.group.together():
+                stack.pop_all().close()
 
     def write(self, staging: Path) -> None:
         """Write the files of a checkpoint into `staging`, a temporary folder."""
+        config, first = self.model.config, self.group.is_first
         moments = {
             f"{name}/{key}": value
             for name, parameter in self.model.named_parameters()
-            for key, value in self.optimizer.state.get(parameter, {}).items()  # empty at step 0
+            if self.step  # before the first step there are no moments
+            for key, value in self.optimizer.state[parameter].items()
         }
         state = {
             "step": self.step,
@@ -307,29 +382,65 @@ class Run:
             "options": asdict(self.options),
             "facts": self.facts,
         }
-        checkpoint.write_model(staging, self.out, self.model, self.tokenizer, moments, state)
+        weights = self.model.state_dict() if self.mesh is None else parallel.gathered(self.model)
+        digests: dict[str, str] = {}
+        if self.group.size > 1:
+            # The steps of all parameters are equal, and in state.json.
+            tensors = {name: value for name, value in moments.items() if not name.endswith("/step")}
+            checkpoint.write_shards(staging, self.out, tensors)
+            with self.group.together():
+                names = sorted(path.name for path in (staging / SHARDS).iterdir())
+                mine = checkpoint.shard_digests(staging, names[self.group.rank :: self.group.size])
+            digests = {name: digest for each in self.group.gather(mine) for name, digest in each.items()}
+        with self.group.together():
+            if first:
+                model = checkpoint.model_files(weights, config, self.tokenizer)
+                optimizer = {} if digests else {OPTIMIZER: checkpoint.tensor_bytes(moments, config)}
+                run = checkpoint.run_files(model, optimizer, dict(sorted(digests.items())), state)
+                checkpoint.write_files(staging, self.out, model | run)
 
-    def restore(self) -> None:
-        """Read the weights and the moments of AdamW from the folder."""
+    def restore(self, shards: Sequence[str] = ()) -> None:
+        """Read the weights and the moments of AdamW from the folder, the moments from `shards`, if any."""
         config, weights = self.model.config, self.model.state_dict()
-        self.model.load_state_dict(checkpoint.read_tensors(self.out / "model.safetensors", weights, config))
-        path, step = self.out / "optimizer.safetensors", torch.zeros(())
+        with self.group.together():
+            weights = checkpoint.read_tensors(self.out / "model.safetensors", weights, config)
+        if self.mesh is None:
+            self.model.load_state_dict(weights)
+        else:
+            parallel.scatter(self.model, weights)
         # Before the first step there are no moments.
         parameters = dict(self.model.named_parameters()) if self.step else {}
+        if shards:
+            moments = {
+                f"{name}/{key}": torch.zeros_like(parameter)
+                for name, parameter in parameters.items()
+                for key in MOMENTS
+            }
+            self.group.first_does(lambda: checkpoint.check_shards(self.out, shards, moments))
+            checkpoint.read_shards(self.out, moments)
+        else:
+            with self.group.together():
+                moments = self.read_moments(parameters)
+        for name, parameter in parameters.items():
+            state = {key: parallel.like(moments[f"{name}/{key}"], parameter) for key in MOMENTS}
+            self.optimizer.state[parameter] = {"step": torch.tensor(float(self.step)), **state}
+
+    def read_moments(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the moments of AdamW in `optimizer.safetensors`, the file of a run on one process."""
+        path, step = self.out / OPTIMIZER, torch.zeros(())
         expected = {
             f"{name}/{key}": tensor
             for name, parameter in parameters.items()
-            for key, tensor in (("step", step), ("exp_avg", parameter), ("exp_avg_sq", parameter))
+            for key, tensor in (("step", step), *((key, parameter) for key in MOMENTS))
         }
-        moments = checkpoint.read_tensors(path, expected, config)
-        for name, parameter in parameters.items():
+        moments = checkpoint.read_tensors(path, expected, self.model.config)
+        for name in parameters:
             if moments[f"{name}/step"] != self.step:
                 raise ValueError(
                     f"Expected step {self.step} in {path}, as in state.json, got "
                     f"{moments[f'{name}/step']:g}: one of them belongs to a different checkpoint."
                 )
-            state = {key: moments[f"{name}/{key}"].to(parameter.device) for key in ("exp_avg", "exp_avg_sq")}
-            self.optimizer.state[parameter] = {"step": moments[f"{name}/step"], **state}
+        return moments
 
     def read_log(self) -> list[str]:
         """Return the lines of the log up to the checkpoint, without an incomplete last line.
@@ -367,19 +478,46 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = options.rate_at(self.step)
         self.optimizer.zero_grad()
-        with self.autocast():
-            logits = self.model(torch.from_numpy(ids).to(options.device))  # [b, t, vocab]
-        labels = torch.from_numpy(targets).to(options.device).flatten()  # [b·t]
-        loss = F.cross_entropy(logits.float().flatten(0, 1), labels, ignore_index=data.IGNORE)
-        loss.backward()
+        loss = self.differentiate_parts(ids, targets) if self.is_cut else self.differentiate(ids, targets)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.clip)
         self.optimizer.step()
         self.step += 1
-        return loss.item(), norm.item()
+        return loss, parallel.whole(norm).item()
+
+    def differentiate(self, ids: data.Tokens, targets: data.Tokens) -> float:
+        """Compute the gradient of a batch `[b, t]`; return its loss in nats per token."""
+        with self.autocast():
+            logits = self.model(torch.from_numpy(ids).to(self.device))  # [b, t, vocab]
+        labels = torch.from_numpy(targets).to(self.device).flatten()  # [b·t]
+        loss = F.cross_entropy(logits.float().flatten(0, 1), labels, ignore_index=data.IGNORE)
+        loss.backward()
+        return loss.item()
+
+    def differentiate_parts(self, ids: data.Tokens, targets: data.Tokens) -> float:
+        """Compute the gradient of a batch `[b, t]` in parts and processes; return the loss of all of them."""
+        count = int((targets != data.IGNORE).sum())
+        random, total = torch.get_rng_state(), 0.0
+        on_device = torch.get_device_module(self.device).get_rng_state() if self.device != "cpu" else None
+        for part in parallel.parts_of(len(ids), self.group, self.options.accumulate):
+            torch.set_rng_state(random)  # each part draws the dropout masks of the whole batch
+            if on_device is not None:
+                torch.get_device_module(self.device).set_rng_state(on_device)
+            for dropout in self.dropouts:
+                dropout.part = part
+            inputs = torch.from_numpy(ids[part.start : part.stop]).to(self.device)  # [rows, t]
+            labels = torch.from_numpy(targets[part.start : part.stop]).to(self.device).flatten()  # [rows·t]
+            with parallel.reducing(self.module, part):
+                with self.autocast():
+                    logits = self.module(inputs)  # [rows, t, vocab]
+                logits = logits.float().flatten(0, 1)  # [rows·t, vocab]
+                loss = F.cross_entropy(logits, labels, ignore_index=data.IGNORE, reduction="sum") / count
+                (loss * self.group.size).backward()  # the gradients of processes are averaged
+            total += loss.item()
+        return self.group.sum(total)[0]
 
     def autocast(self) -> torch.autocast:
         """Return the autocast context of a step."""
-        device_type = torch.device(self.options.device).type
+        device_type = torch.device(self.device).type
         return torch.autocast(device_type, self.dtype or torch.bfloat16, enabled=self.dtype is not None)
 
     def bits_per_byte(self, loss: float) -> float:
@@ -389,7 +527,9 @@ class Run:
 
 
 @torch.no_grad()
-def held_out_loss(model: LanguageModel, ids: data.Tokens, max_windows: int | None = None) -> float:
+def held_out_loss(
+    model: LanguageModel, ids: data.Tokens, max_windows: int | None = None, group: Group = ALONE
+) -> float:
     """Return the mean loss in nats per token, evaluated in windows as long as the model's context.
 
     Args:
@@ -397,6 +537,7 @@ def held_out_loss(model: LanguageModel, ids: data.Tokens, max_windows: int | Non
         ids: The token ids of the text, `[n]`. Every token but the first is predicted from the earlier tokens
             in its window.
         max_windows: The largest number of windows, which are spread evenly over the text; None for all.
+        group: The processes, each of which evaluates some of the windows. All of them call this.
 
     Returns:
         The loss.
@@ -412,14 +553,20 @@ def held_out_loss(model: LanguageModel, ids: data.Tokens, max_windows: int | Non
     batches = [torch.stack(full[i : i + EVALUATION_ROWS]) for i in range(0, len(full), EVALUATION_ROWS)]
     batches += [window[None] for window in windows if len(window) <= context]
     total, count = 0.0, 0
-    for rows in batches:  # [b, t + 1]
-        rows = rows.to(model.embedding.weight.device)
+    turns = math.ceil(
+        len(batches) / group.size
+    )  # equal in all processes, which compute sharded weights together
+    for i in range(group.rank, turns * group.size, group.size):
+        rows = batches[min(i, len(batches) - 1)].to(model.embedding.weight.device)  # [b, t + 1]
         logits = model(rows[:, :-1])  # [b, t, vocab]
         targets = rows[:, 1:].flatten()  # [b·t]
-        total += float(F.cross_entropy(logits.float().flatten(0, 1), targets, reduction="sum"))
-        count += targets.numel()
+        if i < len(batches):
+            total += float(F.cross_entropy(logits.float().flatten(0, 1), targets, reduction="sum"))
+            count += targets.numel()
     model.train(was_training)
-    return total / count
+    parallel.reshard(model)
+    total, tokens = group.sum(total, count)
+    return total / tokens
 
 
 def train(
@@ -428,16 +575,24 @@ def train(
     paths: Sequence[Path] = (),
     *,
     resume: bool = False,
+    shard: bool = False,
+    timeout: float = TIMEOUT,
 ) -> Run:
     """Train a language model in a folder, or resume a run.
 
     SIGINT and SIGTERM save a checkpoint and raise KeyboardInterrupt.
+
+    Under torchrun, all processes call this with the same arguments and train one model together. They share
+    the folder.
 
     Args:
         out: The folder of the run.
         given: Options by name, as in `Options`.
         paths: Text files, or folders of them. By default, the text is Python's own documentation.
         resume: Whether to continue the run in `out`.
+        shard: Whether weights, gradients and optimizer are sharded over the processes (FSDP2) instead of
+            replicated (DistributedDataParallel).
+        timeout: The seconds that a process waits for the others.
 
     Returns:
         The finished run.
@@ -445,32 +600,88 @@ def train(
     Raises:
         ValueError: If an option, the text or the run in the folder is invalid.
         TypeError: If an option has the wrong type.
-        OSError: If the folder already has a run, or a file can't be read or written.
+        OSError: If the folder already has a run, a file can't be read or written, or another process is lost.
     """
     out, given = Path(out), _rename_options(given or {})
-    with torch.random.fork_rng():
+    arguments = {
+        **given,
+        "out": out.absolute(),
+        "data": [str(path) for path in paths],
+        "resume": resume,
+        "shard": shard,
+    }
+    with (
+        torch.random.fork_rng(),
+        processes.join(timeout=timeout, arguments=arguments) as group,
+        ExitStack() as stack,
+    ):
+        if shard and group.size == 1:
+            raise ValueError(
+                "Expected --shard with several processes, got one. Start more by --processes or torchrun, or "
+                "leave --shard out."
+            )
         if resume:
-            if not (out / checkpoint.WRITTEN).is_dir():
-                checkpoint.check_complete(out)  # before the lock, which is a file in the folder
-            with checkpoint.locked(out):
-                run = Run.resume(out, given, paths)
-                _train_steps(run)
-            return run
-        options = Options(**{"device": "cuda" if torch.cuda.is_available() else "cpu", **given})
-        if out.exists() and not out.is_dir():
-            raise NotADirectoryError(f"Expected a folder for --out, got {out}, which is a file.")
-        checkpoint.check_vacant(out)
-        files = data.TextFiles(paths) if paths else None
-        # A text has at most one token per byte and one END per document, and a document isn't empty.
-        if files is not None and 2 * files.size <= options.context:
-            raise ValueError(_describe_short_text(f"{2 * files.size:,} or fewer", TRAINING, options))
-        size = files.size if files is not None else options.vocab_size
-        options.check_memory(min(options.vocab_size, SMALLEST_VOCAB + size))
-        with checkpoint.created(out):
-            checkpoint.check_vacant(out)  # again: a different process may have written a run before the lock
+            with group.together():
+                if group.is_first:
+                    if not (out / checkpoint.WRITTEN).is_dir():
+                        checkpoint.check_complete(out)  # before the lock, which is a file in the folder
+                    stack.enter_context(checkpoint.locked(out))
+        else:
+            options = Options(**{"device": "cuda" if torch.cuda.is_available() else "cpu", **given})
+            options.check_parts(group.size)
+            if group.size > 1:
+                own_device(options.device)
+            with group.together():
+                if group.is_first:
+                    files = _check_new(out, options, paths, group.size, group.size if shard else 1)
+                    stack.enter_context(checkpoint.created(out))
+                    # Again: a different process may have written a run before the lock.
+                    checkpoint.check_vacant(out)
+        _check_shared(out, group)
+        if not resume and group.size == 1:
             run = Run.begin(out, options, files)
-            _train_steps(run)
+        else:
+            if not resume:
+                group.first_does(lambda: Run.begin(out, options, files))
+                given, paths = {}, ()
+            run = Run.resume(out, given, paths, group, shard=shard)
+        _train_steps(run)
     return run
+
+
+def _check_new(
+    out: Path, options: Options, paths: Sequence[Path], processes: int, shards: int
+) -> data.TextFiles | None:
+    """Check that a run can be started in a folder; return the text files, if there are any."""
+    if out.exists() and not out.is_dir():
+        raise NotADirectoryError(f"Expected a folder for --out, got {out}, which is a file.")
+    checkpoint.check_vacant(out)
+    files = data.TextFiles(paths) if paths else None
+    # A text has at most one token per byte and one END per document, and a document isn't empty.
+    if files is not None and 2 * files.size <= options.context:
+        raise ValueError(_describe_short_text(f"{2 * files.size:,} or fewer", TRAINING, options))
+    size = files.size if files is not None else options.vocab_size
+    options.check_memory(min(options.vocab_size, SMALLEST_VOCAB + size), processes, shards)
+    return files
+
+
+def _check_shared(out: Path, group: Group) -> None:
+    """Raise FileNotFoundError if a process doesn't see the folder that rank 0 has locked."""
+    with group.together():
+        if group.size > 1 and not (out / checkpoint.LOCK).exists():
+            raise FileNotFoundError(
+                f"Rank {group.rank}, on {platform.node()}, doesn't see the folder {out} of rank 0. Choose "
+                "an --out on a disk that all machines share."
+            )
+
+
+def _check_text(out: Path, paths: Sequence[Path], digest: str) -> None:
+    """Raise ValueError if the text of a run was a different one."""
+    if data.digest(data.TextFiles(paths)) != digest:
+        raise ValueError(
+            f"The run in {out} was started with a different text than --data. Leave --data out to resume, or "
+            "choose a different --out."
+        )
 
 
 def _rename_options(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -502,7 +713,10 @@ def _read_state(path: Path) -> tuple[Options, dict[str, Any], int, float, dict[s
         str.lower(facts["documents_sha256"])
         digests = {name: str.lower(facts[name]["sha256"]) for name in (TRAINING, HELD_OUT)}
         if checkpoint.CHECKSUM in state:
-            digests |= {name: str.lower(state[checkpoint.CHECKSUM][name]) for name in checkpoint.FILES[:-1]}
+            given = state[checkpoint.CHECKSUM]
+            shards = sorted(name for name in given if name.startswith(f"{SHARDS}/"))
+            names = (*checkpoint.FILES[:3], *(shards or [OPTIMIZER]))
+            digests |= {name: str.lower(given[name]) for name in names}
     except KeyError as error:
         raise ValueError(f"{path} is damaged: it has no {error}. {RESTORE}") from None
     except ValueError as error:
@@ -567,7 +781,7 @@ def _show_stages(files: data.TextFiles | None) -> Iterator[Callable[..., None]]:
     """Show a progress bar; yield a function that starts a stage, given its name and passes over the files."""
     from rich.progress import Progress
 
-    console = _console()
+    console = _console(ALONE)
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
         if files is not None:
@@ -581,20 +795,20 @@ def _show_stages(files: data.TextFiles | None) -> Iterator[Callable[..., None]]:
         yield stage
 
 
-def _console() -> Console:
-    """Return a console for standard error that prints text without markup."""
+def _console(group: Group) -> Console:
+    """Return a console for standard error that prints text without markup, in rank 0 only."""
     from rich.console import Console
 
-    return Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+    return Console(stderr=True, soft_wrap=True, markup=False, highlight=False, quiet=not group.is_first)
 
 
 def _train_steps(run: Run) -> None:
     """Train until the last step; show progress, and write log and checkpoints."""
     from rich.progress import Progress
 
-    options, first_step, earlier_seconds = run.options, run.step, run.seconds
+    options, group, first_step, earlier_seconds = run.options, run.group, run.step, run.seconds
     tokens_per_step = options.batch_size * options.context
-    console = _console()
+    console = _console(group)
     # The suggested prompt is a single letter, which fits into any context.
     suggestion = f"try it with: manyheads generate A --model {shlex.quote(str(run.out))}"
     if run.step >= options.steps:
@@ -604,7 +818,11 @@ def _train_steps(run: Run) -> None:
         )
         return
     started = time.perf_counter() - earlier_seconds
-    with _stop_requests() as stop, _open_log(run) as write, Progress(console=console) as bar:
+    with (
+        _stop_requests() as stop,
+        _open_log(run) as write,
+        Progress(console=console, disable=not group.is_first) as bar,
+    ):
         task = bar.add_task("", total=options.steps, completed=run.step)
         while run.step < options.steps:
             loss, norm = run.advance()
@@ -630,13 +848,15 @@ def _train_steps(run: Run) -> None:
                     "seconds": round(run.seconds, 1),
                 }
                 if evaluate:
-                    nats = held_out_loss(run.model, run.held_out, max_windows=128)
+                    nats = held_out_loss(run.model, run.held_out, 128, group)
                     line["held_out_loss"] = round(nats, 5)
                     line["held_out_bits_per_byte"] = round(run.bits_per_byte(nats), 4)
                 write(line)
-            if stop.is_set() or last or run.step % options.save_every == 0:
+            # A signal may have reached some of the processes only.
+            stopping = group.sum(stop.is_set() or processes.is_orphan())[0] > 0
+            if stopping or last or run.step % options.save_every == 0:
                 run.save()
-            if stop.is_set() and not last:
+            if stopping and not last:
                 console.print(f"stopped and saved at step {run.step}; continue with --resume")
                 raise KeyboardInterrupt
     console.print(f"the model is in {run.out}; {suggestion}")
@@ -664,7 +884,10 @@ def _stop_requests() -> Iterator[threading.Event]:
 
 @contextmanager
 def _open_log(run: Run) -> Iterator[Callable[[Mapping[str, float]], None]]:
-    """Yield a function that writes a line to the log, and to TensorBoard if it is installed."""
+    """Yield a function that writes a line to the log, and to TensorBoard if it is installed, in rank 0."""
+    if not run.group.is_first:
+        yield lambda line: None
+        return
     board = None
     if find_spec("tensorboard"):
         from torch.utils.tensorboard import SummaryWriter
