@@ -44,7 +44,7 @@ class TextFile:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a file: the bytes from `start` to `stop` of the file with this number. No window crosses it."""
+    """A part of a file, which no window crosses: the bytes from `start` to `stop` of the file `file`."""
 
     file: int
     start: int

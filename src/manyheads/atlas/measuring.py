@@ -23,7 +23,7 @@ ROWS = 8  # queries of a window over which two heads are compared
 WEIGHTS = 2**24  # the most weights that are computed at once to compare heads
 KEYS = 4  # keys of an example
 TOKEN_SCORES = ("same_token", "duplicate_token", "induction")
-OLDEST = 8  # queries that have to see a key before its mean weight says something
+OLDEST = 64  # queries that have to see a key before its mean weight says something
 
 
 class Meter:
@@ -167,7 +167,7 @@ class Meter:
         several = (by_query > 1).expand_as(first)  # a query with a single key has no choice
         self.summary.add("sink_rows", several.sum((0, 2)).numpy(), heads)
         self.summary.add("sink_queries", ((first > SINK) & several).sum((0, 2)).numpy(), heads)
-        enough = min(OLDEST, received.shape[2])
+        enough = min(OLDEST, max(1, received.shape[2] // 2))
         strongest = torch.where(by_key >= enough, received, -1.0).max(-1)  # [b, h]
         self.summary.add("sink_first", (strongest.indices == 0).sum(0).numpy(), heads)
         best = strongest.values.max(0)  # [h]
@@ -197,7 +197,7 @@ class Meter:
         windows: Sequence[Window],
         names: Sequence[str],
     ) -> None:
-        """Add the most telling query of each window and head as an example, if it is among the best so far."""
+        """Add the most surprising query of each window and head, if it is among the best so far."""
         best = telling.max(-1)  # [b, h]
         values, queries = best.values.tolist(), best.indices.tolist()
         for b, window in enumerate(windows):
@@ -271,7 +271,7 @@ class Meter:
 
 
 def compute_masses(amap: AttentionMap, ids: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return, for each score of `measures.SCORES`, each query's weight in its mask, and whether it has keys there.
+    """Return the weight of each query in the mask of each score, and whether it has visible keys there.
 
     Scores that are equal by the mask of the map, or have no keys, aren't computed.
 
@@ -306,9 +306,9 @@ def compute_masses(amap: AttentionMap, ids: Tensor) -> dict[str, tuple[Tensor, T
 def surprise(weights: Tensor, keys: Tensor, received: Tensor, by_query: Tensor, by_key: Tensor) -> Tensor:
     """Return how surprising the largest weight of each query is, w · ln(w / usual), in nats.
 
-    This is the surprise of `highlights.Finding`. The usual weight is the largest of that of uniform attention,
-    the mean weight of the key for other queries, and the mean weight of other queries at the same distance, if
-    the key is near. The last one counts the largest weight of each query only.
+    This is the surprise of `highlights.Finding`. The usual weight is the largest of three: that of uniform
+    attention, the mean weight of the key for other queries, and, if the key is near, the mean weight of other
+    queries at the same distance. The last one counts the largest weight of each query only.
 
     Args:
         weights: The largest weight of each query, `[b, h, t]`.

@@ -85,9 +85,11 @@ class Plan:
                 str(plain["model"]),
                 str(plain["weights"]),
                 tuple(Layer(str(name), int(heads)) for name, heads in plain["layers"]),
-                *(int(plain[name]) for name in ("length", "batch_size", "threads")),
+                int(plain["length"]),
+                int(plain["batch_size"]),
+                int(plain["threads"]),
                 bool(plain["ablate"]),
-                tuple(plain["versions"]),
+                (str(plain["versions"][0]), str(plain["versions"][1])),
                 Corpus.unpack(plain["text"]),
             )
         except FileNotFoundError:
@@ -115,8 +117,8 @@ class Plan:
         """Raise ValueError if a model hasn't the weights of the atlas."""
         if checksum(model) != self.weights:
             raise ValueError(
-                f"Expected {self.model}, the model of the atlas, got {model.name}, which has other weights. Name "
-                "the model that the atlas was recorded with."
+                f"Expected {self.model}, the model of the atlas, got {model.name}, which has other weights. "
+                "Name the model that the atlas was recorded with."
             )
 
     def check_continues(self, earlier: Plan, out: Path) -> None:

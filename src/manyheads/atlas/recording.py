@@ -65,8 +65,8 @@ def record(
     the work.
 
     Args:
-        model: The model: None or "shipped" for the one that ships with manyheads, a folder, a name in the local
-            cache of Hugging Face, or a model of `text.models.load`.
+        model: The model: None or "shipped" for the one that ships with manyheads, a folder, a name in the
+            local cache of Hugging Face, or a model of `text.models.load`.
         text: Text files, or folders of them.
         out: The folder of the atlas. If it has an atlas of the same model, text and options, that is
             continued.
@@ -143,7 +143,8 @@ class _Run:
                 yield
         except Timeout:
             raise BlockingIOError(
-                f"Another process records an atlas in {self.out}. Wait until it ends, or choose a different --out."
+                f"Another process records an atlas in {self.out}. Wait until it ends, or choose a different "
+                "--out."
             ) from None
 
     # -- the first process -------------------------------------------------------------------------
@@ -210,8 +211,8 @@ class _Run:
             raise OSError(f"{path} can't be read: {error.strerror or error}.") from None
         except ValueError as error:
             raise ValueError(
-                f"{path} isn't the result of a shard of this atlas: {error}. Remove it and start again; only its "
-                "shard is measured again."
+                f"{path} isn't the result of a shard of this atlas: {error}. Remove it and start again; only "
+                "its shard is measured again."
             ) from None
 
     def _remove_shards(self) -> None:

@@ -160,8 +160,8 @@ class Summary:
                 "cost_of_windows": np.zeros(h),
                 "cost_squares": np.zeros(h),
             }
-        lists = ([TopList(size) for _ in range(h)] for size in (EXAMPLES, SINK_KEYS))
-        return cls(arrays, *lists)
+        examples, sinks = ([TopList(size) for _ in range(h)] for size in (EXAMPLES, SINK_KEYS))
+        return cls(arrays, examples, sinks)
 
     def add(self, name: str, value: Any, index: Any = ...) -> None:
         """Add counts or sums to an array, or to a part of it."""
@@ -201,7 +201,7 @@ class Summary:
         }
         content = io.BytesIO()
         text = np.frombuffer(json.dumps(lists, ensure_ascii=False).encode("utf-8", "surrogatepass"), np.uint8)
-        np.savez_compressed(content, lists=text, **self.arrays)
+        np.savez_compressed(content, allow_pickle=False, lists=text, **self.arrays)
         return content.getvalue()
 
     @classmethod

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -248,9 +249,7 @@ def _scores(heads: Heads, plan: Plan, summary: Summary) -> Iterator[dict[str, An
 def _bins(length: int) -> Iterator[tuple[int, int, int]]:
     """Yield the number of each bin of positions with its first and last position."""
     edges = position_edges(length)
-    yield from (
-        (n, start, stop - 1) for n, (start, stop) in enumerate(zip(edges[:-1], edges[1:], strict=True))
-    )
+    yield from ((n, start, stop - 1) for n, (start, stop) in enumerate(pairwise(edges)))
 
 
 def _positions(heads: Heads, plan: Plan, summary: Summary) -> Iterator[dict[str, Any]]:
@@ -391,11 +390,15 @@ def cluster(overlap: np.ndarray[Any, np.dtype[Any]]) -> list[int]:
 
 
 class Atlas:
-    """An atlas in a folder.
+    """An atlas in a folder. `open` returns it.
 
     Attributes:
         folder: The folder.
         facts: The model, its layers, and the sizes of the corpus, as in `atlas.json`.
+
+    Args:
+        folder: The folder.
+        facts: The content of `atlas.json`.
     """
 
     def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
@@ -417,8 +420,8 @@ class Atlas:
             except (pa.ArrowException, OSError, ValueError) as error:
                 reason = str(error).partition("\n")[0].rstrip(".")
                 raise ValueError(
-                    f"{path} can't be read as a table of an atlas: {reason}. Restore it from a copy, or record the "
-                    "atlas again."
+                    f"{path} can't be read as a table of an atlas: {reason}. Restore it from a copy, or "
+                    "record the atlas again."
                 ) from None
         return self._tables[name]
 
@@ -534,7 +537,8 @@ class Atlas:
     def __repr__(self) -> str:
         facts = self.facts
         heads = sum(count for _, count in facts["layers"])
-        return f"Atlas({facts['model']}, {heads} heads in {len(facts['layers'])} layers, {facts['tokens']:,} tokens)"
+        layers, tokens = len(facts["layers"]), facts["tokens"]
+        return f"Atlas({facts['model']}, {heads} heads in {layers} layers, {tokens:,} tokens)"
 
 
 def open(folder: str | os.PathLike[str]) -> Atlas:
@@ -558,7 +562,8 @@ def open(folder: str | os.PathLike[str]) -> Atlas:
     Plan.read(path)
     if not is_complete(path):
         raise FileNotFoundError(
-            f"The atlas in {path} isn't complete. Start manyheads atlas again with the same options to finish it."
+            f"The atlas in {path} isn't complete. Start manyheads atlas again with the same options to "
+            "finish it."
         )
     try:
         facts = json.loads((path / FACTS).read_text("utf-8"))

@@ -50,7 +50,8 @@ class Model:
         scaled: A function that returns the model with its rotary frequencies scaled for a number of tokens
             beyond the context; None if the model doesn't support this.
         layers: The modules of the layers, in order, if they are known.
-        hidden: A function of ids `[b, t]` that runs all layers, but computes no logits; None if it isn't known.
+        hidden: A function of ids `[b, t]` that runs all layers, but computes no logits; None if `reader`
+            computes none.
         logits: A function of ids `[b, t]` that returns the logits of the next tokens `[b, t, vocab]`; None if
             the model doesn't predict them.
     """
