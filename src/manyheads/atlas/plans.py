@@ -140,8 +140,9 @@ class Plan:
         if self.versions != earlier.versions:
             names = "manyheads {} and PyTorch {}".format
             raise ValueError(
-                f"The atlas in {out} was started with {names(*earlier.versions)}, got {names(*self.versions)}, "
-                f"whose sums may be rounded differently. Finish it with those versions. {other}"
+                f"The atlas in {out} was started with {names(*earlier.versions)}, got "
+                f"{names(*self.versions)}, whose sums may be rounded differently. Finish it with those "
+                f"versions. {other}"
             )
 
 
@@ -155,6 +156,6 @@ def checksum(model: Model) -> str:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file that appears when it is complete; raise OSError, with what to do, if it can't be written."""
+    """Write a file that appears when it is complete; raise OSError if it can't be written."""
     with disk_errors(path), replacing(path) as file:
         file.write(content)

@@ -222,20 +222,20 @@ class Summary:
         try:
             with np.load(io.BytesIO(content), allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
-            lists: Mapping[str, Any] = json.loads(
-                arrays.pop("lists").tobytes().decode("utf-8", "surrogatepass")
-            )
-            shapes = {name: (array.shape, array.dtype) for name, array in arrays.items()}
-            expected = {name: (array.shape, array.dtype) for name, array in like.arrays.items()}
-            if lists["identity"] != identity or shapes != expected:
-                raise ValueError("it belongs to another atlas")
+            text = arrays.pop("lists").tobytes().decode("utf-8", "surrogatepass")
+            lists: Mapping[str, Any] = json.loads(text)
             examples, sinks = (
                 [TopList(size, items) for items in lists[name]]
                 for name, size in (("examples", EXAMPLES), ("sinks", SINK_KEYS))
             )
-            return cls(arrays, examples, sinks, dict(lists["passages"]))
-        except (KeyError, TypeError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
-            raise ValueError(f"it is cut short or damaged ({type(error).__name__})") from None
+            found, passages = lists["identity"], dict(lists["passages"])
+        # NumPy and zipfile raise these for files that are cut short or aren't archives.
+        except (KeyError, TypeError, ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error):
+            raise ValueError("it is cut short or damaged") from None
+        shapes = {name: (array.shape, array.dtype) for name, array in arrays.items()}
+        if found != identity or shapes != {name: (x.shape, x.dtype) for name, x in like.arrays.items()}:
+            raise ValueError("it belongs to another atlas")
+        return cls(arrays, examples, sinks, passages)
 
 
 def mean_overlap(summary: Summary) -> Array:
