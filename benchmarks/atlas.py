@@ -3,12 +3,13 @@
     python benchmarks/atlas.py time TEXT... [--rounds 3]
     python benchmarks/atlas.py memory TEXT
 
-`time` reads the same windows, in the same batches and with one thread, in two ways, in turns: the plain forward
-passes of the model, logits included, and the whole command, from the files to the tables. It prints medians, their
-ratio and what 10 million tokens take at that speed.
+`time` reads the same windows, in the same batches and with one thread, in two ways, in turns: the plain
+forward passes of the model, logits included, and the whole command, from the files to the tables. It prints
+medians, their ratio and what 10 million tokens take at that speed.
 
-`memory` simulates corpora of 1, 10 and 100 million tokens, each in its own process: the text is repeated to that
-size and surveyed, one shard is measured, and its result is merged as often as there are shards.
+`memory` simulates corpora of 1, 10 and 100 million tokens, each in its own process: the text is repeated to
+that size and surveyed, one shard is read, of which 20 batches are measured, and the result is merged as often
+as there are shards.
 """
 
 from __future__ import annotations
@@ -108,8 +109,11 @@ def memory(text: Path, tokens: Annotated[int, typer.Option(hidden=True)] = 0) ->
         total = meter.empty()
         for _ in found.shards:
             total.merge(Summary.from_bytes(content, "", meter.empty()))
-        print(f"{tokens:,} tokens, {found.size / 1e6:,.0f} MB of text, {len(found.shards)} shards of up to "
-              f"{max(map(found.shard_size, range(len(found.shards)))) / 1e6:.2f} MB: peak {peak():,.0f} MB")  # fmt: skip
+        largest = max(map(found.shard_size, range(len(found.shards)))) / 1e6
+        print(
+            f"{tokens:,} tokens, {found.size / 1e6:,.0f} MB of text, {len(found.shards)} shards of up to "
+            f"{largest:.2f} MB: peak {peak():,.0f} MB"
+        )
 
 
 if __name__ == "__main__":
