@@ -105,10 +105,10 @@ def memory(text: Path, tokens: Annotated[int, typer.Option(hidden=True)] = 0) ->
         for n, (batch, names) in enumerate(recording.batches(windows, 0, length, 4096 // length)):
             if n < 20:  # the others would only take time: `corpus.windows` reads a part at once
                 meter.add(batch, names)
-        content = meter.summary.to_bytes("")
+        (folder / "shard").write_bytes(meter.summary.to_bytes(""))
         total = meter.empty()
         for _ in found.shards:
-            total.merge(Summary.from_bytes(content, "", meter.empty()))
+            total.merge(Summary.read(folder / "shard", "", meter.empty()))
         largest = max(map(found.shard_size, range(len(found.shards)))) / 1e6
         print(
             f"{tokens:,} tokens, {found.size / 1e6:,.0f} MB of text, {len(found.shards)} shards of up to "

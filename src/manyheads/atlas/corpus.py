@@ -12,6 +12,7 @@ import codecs
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,7 @@ def _scan(file: Path, target: int, on_read: Callable[[int], object]) -> tuple[in
     pieces = max(1, round(size / target))
     wanted = [size * n // pieces for n in range(1, pieces)]  # where it would be cut if lines didn't matter
     ends: list[int] = []
-    with _readable(file), open(file, "rb") as source:
+    with readable(file), open(file, "rb") as source:
         while block := source.read(BLOCK):
             if b"\0" in block:
                 raise ValueError(
@@ -207,18 +208,15 @@ def _decode(
         ) from None
 
 
-class _readable:
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
     """Raise an OSError of the block with a message that names the file."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if isinstance(error, OSError):
-            raise OSError(f"{self.file} can't be read: {error.strerror or error}.") from None
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{path} can't be read: {error.strerror or error}. Restore it, or make it readable."
+        ) from None
 
 
 def read(corpus: Corpus, part: Part) -> str:
@@ -236,7 +234,7 @@ def read(corpus: Corpus, part: Part) -> str:
         OSError: If it can't be read.
     """
     file = corpus.files[part.file]
-    with _readable(Path(file.path)), open(file.path, "rb") as source:
+    with readable(Path(file.path)), open(file.path, "rb") as source:
         size = os.fstat(source.fileno()).st_size
         source.seek(part.start)
         data = source.read(part.stop - part.start)

@@ -210,7 +210,9 @@ class Pages:
         wanted = {"layer": layer, "head": head, "rank": rank}
         found = next((row for row in self.atlas.rows("examples") if wanted.items() <= row.items()), None)
         if found is None:
-            raise LookupError(f"There is no example {rank} of layer {layer}, head {head}.")
+            raise LookupError(
+                f"There is no example {rank} of layer {layer}, head {head}. Load the page again."
+            )
         with self._lock:
             number = found["passage"]
             if number not in self._servers:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from manyheads.atlas.corpus import Corpus
+from manyheads.atlas.corpus import Corpus, readable
 from manyheads.lm.checkpoint import disk_errors
 from manyheads.storage import replacing
 from manyheads.text.models import Model
@@ -77,8 +77,15 @@ class Plan:
     def read(cls, folder: Path) -> Plan:
         """Read the manifest of a folder; raise ValueError if it can't be read as one."""
         path = folder / MANIFEST
+        if not path.exists():
+            raise FileNotFoundError(
+                f"Expected the folder of an atlas, got {folder}, which has no {MANIFEST}. Make one with "
+                "manyheads atlas."
+            )
+        with readable(path):
+            content = path.read_bytes()
         try:
-            plain = json.loads(path.read_text("utf-8"))
+            plain = json.loads(content)
             if plain["format"] != FORMAT:
                 raise ValueError
             return cls(
@@ -92,13 +99,6 @@ class Plan:
                 (str(plain["versions"][0]), str(plain["versions"][1])),
                 Corpus.unpack(plain["text"]),
             )
-        except FileNotFoundError:
-            raise FileNotFoundError(
-                f"Expected the folder of an atlas, got {folder}, which has no {MANIFEST}. Make one with "
-                "manyheads atlas."
-            ) from None
-        except OSError as error:
-            raise OSError(f"{path} can't be read: {error.strerror or error}.") from None
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(
                 f"{path} isn't the manifest of an atlas of this version, or is damaged. Choose a different "
@@ -142,7 +142,7 @@ class Plan:
             raise ValueError(
                 f"The atlas in {out} was started with {names(*earlier.versions)}, got "
                 f"{names(*self.versions)}, whose sums may be rounded differently. Finish it with those "
-                f"versions. {other}"
+                "versions, or choose a different --out."
             )
 
 

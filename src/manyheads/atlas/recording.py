@@ -197,23 +197,10 @@ class _Run:
         self._show("merging", len(self.plan.text.shards))
         total = self.meter.empty()
         for shard in range(len(self.plan.text.shards)):
-            total.merge(self.read(shard))
+            total.merge(Summary.read(self.path(shard), self.plan.identity, self.meter.empty()))
             self._advance(1)
         tables.save(self.out, self.plan, total)
         self._remove_shards()
-
-    def read(self, shard: int) -> Summary:
-        """Read the result of a shard; raise ValueError if it is damaged."""
-        path = self.path(shard)
-        try:
-            return Summary.from_bytes(path.read_bytes(), self.plan.identity, self.meter.empty())
-        except OSError as error:
-            raise OSError(f"{path} can't be read: {error.strerror or error}.") from None
-        except ValueError as error:
-            raise ValueError(
-                f"{path} isn't the result of a shard of this atlas: {error}. Remove it and start again; only "
-                "its shard is measured again."
-            ) from None
 
     def _remove_shards(self) -> None:
         folder = self.out / SHARDS

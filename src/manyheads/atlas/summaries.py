@@ -13,10 +13,12 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from manyheads.atlas.corpus import readable
 from manyheads.measures import SCORES, UNITS
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -205,11 +207,11 @@ class Summary:
         return content.getvalue()
 
     @classmethod
-    def from_bytes(cls, content: bytes, identity: str, like: Summary) -> Summary:
-        """Return the summary in the content of a file.
+    def read(cls, path: Path, identity: str, like: Summary) -> Summary:
+        """Read the summary in a file.
 
         Args:
-            content: The content.
+            path: The file.
             identity: The identity of its atlas.
             like: A summary of the same sizes.
 
@@ -218,7 +220,11 @@ class Summary:
 
         Raises:
             ValueError: If the content is damaged, or belongs to another atlas.
+            OSError: If the file can't be read.
         """
+        again = "Remove it and start again; only its shard is measured again."
+        with readable(path):
+            content = path.read_bytes()
         try:
             with np.load(io.BytesIO(content), allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
@@ -231,10 +237,12 @@ class Summary:
             found, passages = lists["identity"], dict(lists["passages"])
         # NumPy and zipfile raise these for files that are cut short or aren't archives.
         except (KeyError, TypeError, ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error):
-            raise ValueError("it is cut short or damaged") from None
+            raise ValueError(
+                f"Expected the result of a shard in {path}, got a file that is cut short or damaged. {again}"
+            ) from None
         shapes = {name: (array.shape, array.dtype) for name, array in arrays.items()}
         if found != identity or shapes != {name: (x.shape, x.dtype) for name, x in like.arrays.items()}:
-            raise ValueError("it belongs to another atlas")
+            raise ValueError(f"Expected the result of a shard in {path}, got that of another atlas. {again}")
         return cls(arrays, examples, sinks, passages)
 
 

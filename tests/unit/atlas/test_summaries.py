@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,10 +94,11 @@ def filled(seed: int, passages: int = 3) -> Summary:
     return summary
 
 
-def test_a_summary_is_read_back_from_its_bytes() -> None:
+def test_a_summary_is_read_back_from_its_bytes(tmp_path: Path) -> None:
     summary = filled(1)
     content = summary.to_bytes("this")
-    again = Summary.from_bytes(content, "this", Summary.empty(2, 16, ablate=False))
+    (tmp_path / "0.npz").write_bytes(content)
+    again = Summary.read(tmp_path / "0.npz", "this", Summary.empty(2, 16, ablate=False))
     assert again.to_bytes("this") == content
     assert all(np.array_equal(again.arrays[name], array) for name, array in summary.arrays.items())
     assert again.passages == summary.passages
@@ -105,17 +107,17 @@ def test_a_summary_is_read_back_from_its_bytes() -> None:
 @pytest.mark.parametrize(
     "damage", [lambda x: x[:-30], lambda x: x[: len(x) // 2], lambda x: b"", lambda x: b"x" * 99]
 )
-def test_a_damaged_file_is_an_error(damage) -> None:
-    content = filled(1).to_bytes("this")
+def test_a_damaged_file_is_an_error(damage, tmp_path: Path) -> None:
+    (tmp_path / "0.npz").write_bytes(damage(filled(1).to_bytes("this")))
     with pytest.raises(ValueError, match="cut short or damaged"):
-        Summary.from_bytes(damage(content), "this", Summary.empty(2, 16, ablate=False))
+        Summary.read(tmp_path / "0.npz", "this", Summary.empty(2, 16, ablate=False))
 
 
-def test_a_file_of_another_atlas_is_an_error() -> None:
-    content = filled(1).to_bytes("this")
+def test_a_file_of_another_atlas_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "0.npz").write_bytes(filled(1).to_bytes("this"))
     for identity, h in (("that", 2), ("this", 3)):
         with pytest.raises(ValueError, match="another atlas"):
-            Summary.from_bytes(content, identity, Summary.empty(h, 16, ablate=False))
+            Summary.read(tmp_path / "0.npz", identity, Summary.empty(h, 16, ablate=False))
 
 
 def test_memory_does_not_grow_with_the_number_of_summaries() -> None:
