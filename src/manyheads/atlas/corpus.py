@@ -12,7 +12,7 @@ import codecs
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -238,14 +238,14 @@ def read(corpus: Corpus, part: Part) -> str:
         size = os.fstat(source.fileno()).st_size
         source.seek(part.start)
         data = source.read(part.stop - part.start)
-    try:
-        if size != file.size:
-            raise ValueError
-        text = data.decode()
-    except ValueError:
+    text = None
+    if size == file.size:
+        with suppress(UnicodeDecodeError):
+            text = data.decode()
+    if text is None:
         raise ValueError(
             f"{file.path} changed while it was read. Restore it, or choose a different folder for its atlas."
-        ) from None
+        )
     return text.removeprefix("\ufeff") if part.start == 0 else text
 
 

@@ -14,12 +14,13 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from manyheads.atlas.summaries import MEASURES
-from manyheads.atlas.tables import SHARES, Atlas
+from manyheads.atlas.plans import load_model
+from manyheads.atlas.summaries import MEASURES, SHARES
 from manyheads.measures import UNITS
 from manyheads.tokens import TokenizedText
 
 if TYPE_CHECKING:
+    from manyheads.atlas.tables import Atlas
     from manyheads.viewer.server import Server
 
 BEFORE, AFTER = 14, 4  # tokens of an excerpt around the query
@@ -203,7 +204,6 @@ class Pages:
             FileNotFoundError: If the model is missing.
             ValueError: If the model isn't that of the atlas.
         """
-        from manyheads.atlas.recording import load_model
         from manyheads.viewer.api import Api
         from manyheads.viewer.server import Server
 

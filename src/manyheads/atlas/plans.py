@@ -13,6 +13,7 @@ import torch
 from manyheads.atlas.corpus import Corpus, readable
 from manyheads.lm.checkpoint import disk_errors
 from manyheads.storage import replacing
+from manyheads.text import models
 from manyheads.text.models import Model
 
 FORMAT = "manyheads-atlas-1"
@@ -144,6 +145,14 @@ class Plan:
                 f"{names(*self.versions)}, whose sums may be rounded differently. Finish it with those "
                 "versions, or choose a different --out."
             )
+
+
+def load_model(model: Any) -> Model:
+    """Return a model that is given by name or loaded already, or the model of a plan."""
+    if isinstance(model, Model):
+        return model
+    name = model.model if isinstance(model, Plan) else model
+    return models.load(None if name in (None, models.SHIPPED) else name)
 
 
 def checksum(model: Model) -> str:

@@ -28,13 +28,12 @@ from manyheads import __version__
 from manyheads.atlas import corpus, tables
 from manyheads.atlas.corpus import Window
 from manyheads.atlas.measuring import Meter, find_layers
-from manyheads.atlas.plans import MANIFEST, Plan, checksum, write
+from manyheads.atlas.plans import MANIFEST, Plan, checksum, load_model, write
 from manyheads.atlas.summaries import Summary
 from manyheads.distributed import processes
 from manyheads.lm.checkpoint import disk_errors
 from manyheads.shapes import whole
 from manyheads.storage import folder_for
-from manyheads.text import models
 from manyheads.text.models import Model
 
 if TYPE_CHECKING:
@@ -291,11 +290,3 @@ def batches(
         if len(batch) == size:
             yield waiting.pop(len(window.ids))
     yield from (waiting[count] for count in sorted(waiting, reverse=True))
-
-
-def load_model(model: Any) -> Model:
-    """Return a model that is given by name or loaded already, or the model of a plan."""
-    if isinstance(model, Model):
-        return model
-    name = model.model if isinstance(model, Plan) else model
-    return models.load(None if name in (None, models.SHIPPED) else name)

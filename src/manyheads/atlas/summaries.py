@@ -25,6 +25,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 MEASURES = (*SCORES, "row_max", "entropy", "distance")  # of each query
 POSITIONAL = ("entropy", "distance", "row_max", "first_token")  # recorded by position, too
+SHARES = {"p01": 0.01, "p05": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99}
 BINS = 256  # of the histogram of a measure
 EXAMPLES = 8  # examples of a head
 SINK_KEYS = 4  # keys of a head that receive much attention

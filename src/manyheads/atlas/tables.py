@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from manyheads import extras
-from manyheads.atlas.plans import Plan, write
+from manyheads.atlas.plans import Plan, load_model, write
 from manyheads.atlas.summaries import (
     MEASURES,
     POSITIONAL,
+    SHARES,
     Summary,
     mean_overlap,
     position_edges,
@@ -52,7 +53,6 @@ NAMES = (
     "similarity",
     "ablation",
 )
-SHARES = {"p01": 0.01, "p05": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99}
 JOINED = 0.5  # the least mean overlap of the heads of a cluster
 
 
@@ -482,8 +482,6 @@ class Atlas:
             FileNotFoundError: If the model is missing.
             ValueError: If it isn't the model of the atlas, or there is no such passage.
         """
-        from manyheads.atlas.recording import load_model
-
         passage = self._find(number)
         model = load_model(self.plan if model is None else model)
         self.plan.check_model(model)
