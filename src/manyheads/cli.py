@@ -20,6 +20,7 @@ from manyheads.help_pages import HelpCommand, HelpGroup
 if TYPE_CHECKING:
     from manyheads.viewer.api import Api
     from manyheads.viewer.export import Export
+    from manyheads.viewer.server import Server
 
 SHIPPED = "the model that ships with manyheads"
 EXAMPLES = """
@@ -241,6 +242,88 @@ def show(
     rich_help_panel="Attention maps",
     epilog="""
     Examples:
+      # Record the heads of the model that ships with manyheads, and open the atlas
+      manyheads atlas shipped --text docs/guides/*.md --out my-atlas
+      manyheads view my-atlas
+
+      # On four processes; on several machines with a common folder, start it by torchrun
+      manyheads atlas my-model --text books --out my-atlas --processes 4
+      torchrun --nproc-per-node 4 -m manyheads atlas my-model --text books --out my-atlas
+    """,
+)
+def atlas(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="'shipped', folder of a checkpoint or of a Hugging Face model, or the name of one in the "
+            "local cache.",
+        ),
+    ],
+    text: Annotated[
+        list[Path],
+        file_option("FILE...", "Text files, or folders of text files.", "Input"),
+    ],
+    out: Annotated[
+        Path,
+        file_option("DIR", "Folder of the atlas. An atlas that isn't complete is continued.", "Output"),
+    ],
+    more: Annotated[
+        list[Path] | None, typer.Argument(metavar="FILE...", parser=parse_path, help="More text files.")
+    ] = None,
+    length: Annotated[
+        int | None,
+        option("N", "Tokens that are read at once.", "Input", "the model's context, at most 1,024"),
+    ] = None,
+    batch_size: Annotated[
+        int | None, option("N", "Passages that are read at once.", "Input", "4,096 tokens")
+    ] = None,
+    ablate: Annotated[
+        bool,
+        flag("--ablate", "Measure what the removal of each head adds to the loss. Takes a pass per head."),
+    ] = False,
+    threads: Annotated[int, option("N", "Threads of each process.", "Processes")] = 1,
+    processes: Annotated[
+        int | None, option("N", "Start N processes on this machine, by torchrun.", "Processes", "1")
+    ] = None,
+    timeout: Annotated[
+        float, option("SECONDS", "Time to wait for a process that doesn't respond.", "Processes")
+    ] = 600.0,
+) -> None:
+    """Record what each head of a language model does over a corpus.
+
+    Writes an atlas: scores of every head with their distributions, entropy and distance by position, sinks,
+    examples, and which heads are alike. Killed at any time, it continues when it is started again; its tables
+    are the same, bit for bit, on any number of processes.
+    """
+    if processes is not None:
+        launch(processes)
+    from manyheads import atlas
+    from manyheads.text import terminal
+
+    with terminal.progress() as progress:
+        recorded = atlas.record(
+            model,
+            [*text, *(more or ())],
+            out,
+            length=length,
+            batch_size=batch_size,
+            threads=threads,
+            ablate=ablate,
+            timeout=timeout,
+            progress=progress,
+        )
+    if os.environ.get("RANK", "0") == "0":
+        facts = recorded.facts
+        heads = sum(count for _, count in facts["layers"])
+        print(f"{out}: {heads} heads over {facts['tokens']:,} tokens")
+        print(f"open it with: manyheads view {shlex.quote(str(out))}")
+
+
+@command(
+    rich_help_panel="Attention maps",
+    epilog="""
+    Examples:
       # Save the maps of a text, and open them
       manyheads show "the file is open and the file is read" --save run.safetensors
       manyheads view run.safetensors
@@ -250,6 +333,10 @@ def show(
 
       # Write one head to a page that opens without manyheads
       manyheads view run.safetensors --export page.html --layer 2 --head 5
+
+      # Open an atlas of manyheads atlas, or write it to a page
+      manyheads view my-atlas
+      manyheads view my-atlas --export atlas.html
     """,
 )
 def view(
@@ -258,7 +345,8 @@ def view(
         typer.Argument(
             metavar="FILE...",
             parser=parse_path,
-            help="Saved maps, of manyheads show --save or Recording.save. Several files are compared.",
+            help="Saved maps, of manyheads show --save or Recording.save, several to compare; or the folder "
+            "of an atlas.",
         ),
     ],
     picture: Annotated[
@@ -281,7 +369,15 @@ def view(
     ] = False,
     yes: Annotated[bool, flag("--yes", "Export more than 200 MB without a question.", "Export")] = False,
 ) -> None:
-    """Open saved attention maps in the interactive viewer."""
+    """Open saved attention maps, or an atlas, in the interactive viewer."""
+    if len(runs) == 1 and (runs[0] / "manifest.json").is_file():
+        if picture is not None or layer is not None or head or full or yes:
+            raise ValueError(
+                "Expected an atlas without --picture, --layer, --head, --full and --yes, got one of them. "
+                "Leave it out."
+            )
+        view_atlas(runs[0], port, browser, export)
+        return
     from manyheads import viewer
     from manyheads.viewer.api import Api
 
@@ -302,6 +398,19 @@ def view(
     plan = plan_export(Api(*runs), export, layer, head, full=full)
     file_for(export, "--export")
     write_page(plan, yes)
+
+
+def view_atlas(folder: Path, port: int, browser: bool, export: Path | None) -> None:
+    """Open an atlas in the browser, or write it to a page."""
+    from manyheads import atlas
+
+    opened = atlas.open(folder)
+    if export is not None:
+        print(f"wrote {opened.export(export)}")
+        return
+    from manyheads.atlas import page
+
+    wait_for(page.serve(opened, port), browser)
 
 
 def write_page(plan: Export, yes: bool) -> None:
@@ -328,7 +437,11 @@ def serve(api: Api, port: int = 0, browser: bool = True) -> None:
     """Open the viewer and serve it until interrupted."""
     from manyheads.viewer import require_server
 
-    server = require_server()(api, port)
+    wait_for(require_server()(api, port), browser)
+
+
+def wait_for(server: Server, browser: bool) -> None:
+    """Open the address of a server in a browser, and wait until it is interrupted."""
     opened = browser and server.open_browser()
     print(
         f"{'opened' if opened else 'open this link in a browser:'} {server.url}\nCtrl-C ends it", flush=True

@@ -678,28 +678,38 @@ def _masses_by_token(problem: Problem, both: Problem, lse: Tensor) -> tuple[Tens
     without_own_key = [
         isinstance(part, Not) and isinstance(part.mask, Diagonal) and part.mask.k == 0 for part in others
     ]
-    if token.ids.shape != (shape.s,) or token.queries is not None:
+    if token.ids.shape not in ((shape.s,), (shape.b, shape.s)) or token.queries is not None:
         return None
     if not all(without_own_key) or after == bool(others):
         return None
     if not kernels.fuses(problem):
         return None
-    order = token.ids.argsort(stable=True)  # [t]
-    total, has_keys = torch.zeros_like(lse), torch.zeros_like(lse, dtype=torch.bool)  # [b, h, t]
+    ids, q, k, rows = token.ids, problem.q, problem.k, lse
+    if ids.dim() == 2:  # the sequences become one, in which equal tokens of two sequences are different
+        ids = ids - ids.min()
+        ids = (ids + torch.arange(shape.b, device=ids.device)[:, None] * (ids.max() + 1)).flatten()  # [b·t]
+        q, k, rows = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k, rows))  # [1, h or g, b·t, …]
+    order = ids.argsort(stable=True)  # [t or b·t]
+    total, has_keys = (
+        torch.zeros_like(rows),
+        torch.zeros_like(rows, dtype=torch.bool),
+    )  # as lse or [1, h, b·t]
     # A query attends to the positions before its own in sorted order; in reversed order these are later keys.
     for direction in [order] if after or normal.band[1] == 0 else [order, order.flip(0)]:
         queries, keys = direction[1:], direction[:-1]
-        documents = Documents(token.ids[keys], queries=token.ids[queries])
-        k = problem.k[:, :, (keys + 1).clamp(max=shape.s - 1) if after else keys]  # [b, g, t - 1, d]
+        documents = Documents(ids[keys], queries=ids[queries])
+        inner = k[:, :, (keys + 1).clamp(max=len(ids) - 1) if after else keys]  # [b or 1, g, … - 1, d]
         by_token = Problem.of(
-            problem.q[:, :, queries], k, k, mask=Causal() & documents, scale=problem.scale,
+            q[:, :, queries], inner, inner, mask=Causal() & documents, scale=problem.scale,
             softcap=problem.softcap, offset=0,
         )  # fmt: skip
         if not kernels.fuses(by_token) or bool(lse.amax() == math.inf):
             return None
-        sums, visible = _row_sums(by_token, lse[:, :, queries])
+        sums, visible = _row_sums(by_token, rows[:, :, queries])
         total[:, :, queries] += sums
         has_keys[:, :, queries] |= visible
+    if token.ids.dim() == 2:
+        total, has_keys = (x[0].unflatten(1, (shape.b, shape.t)).transpose(0, 1) for x in (total, has_keys))
     return total.clamp_(max=1.0), has_keys
 
 

@@ -22,6 +22,7 @@ MODULES = [
     *("manyheads", "manyheads.lm", "manyheads.viewer", "manyheads.checker", "manyheads.figures"),
     *("manyheads.measures", "manyheads.observe"),
     *("manyheads.bridges", "manyheads.distributed", "manyheads.hf", "manyheads.onnx", "manyheads.policies"),
+    "manyheads.atlas",
     *(f"manyheads.classic.{path.stem}" for path in (SOURCE / "classic").glob("[a-z]*.py")),
 ]
 INTERNAL = {"manyheads.classic.common"}  # shared by the four presentations

@@ -27,7 +27,7 @@ LAYERS = (
     ("storage", "statistics", "maps", "measures", "warping", "alignment", "highlights", "cache", "bridges"),
     ("functional", "layers", "policies", "classic", "figures", "onnx"),
     ("sdpa_hooks", "acceleration", "observe", "hf", "distributed", "lm"),
-    ("viewer", "checker", "text", "bench"),
+    ("viewer", "checker", "text", "bench", "atlas"),
     ("help_pages", "cli"),
     ("__main__",),
 )

@@ -52,7 +52,7 @@ class Recording(Mapping[Any, Any]):
         self.missed: dict[str, tuple[int, ...]] = {}
         self.words: WordMaps | None = None  # of keep="words", which keeps no calls
         self._calls: dict[str, list[Call]] = {}
-        self._checksums: dict[str, Tensor] = {}  # the keys of each layer's last call
+        self._checksums: dict[str, Tensor | None] = {}  # the keys of each layer's last call
 
     # -- the mapping -------------------------------------------------------------------------------
 
@@ -123,6 +123,8 @@ class Recording(Mapping[Any, Any]):
         """Add a call with keys k `[b, g, s, d]`, or join it to the last call if k extends its keys."""
         calls = self._calls.setdefault(name, [])
         previous = self._checksums.get(name)
+        if previous is None and name in self._checksums:
+            previous = self._checksum(calls[-1], calls[-1].problem.k)
         joined = None
         if previous is not None and (n := previous.shape[2]) and torch.equal(checksums(k, n), previous):
             joined = join(calls[-1], call)
@@ -130,7 +132,14 @@ class Recording(Mapping[Any, Any]):
             calls.append(call)
         else:
             calls[-1] = joined
-        self._checksums[name] = checksums(k, reached_keys(call, k.shape[2]))
+        last = calls[-1]
+        # Of a map that has the keys, they are computed if the layer is called again.
+        has_keys = isinstance(last, AttentionMap) and last.problem.k is k
+        self._checksums[name] = None if has_keys else self._checksum(call, k)
+
+    @staticmethod
+    def _checksum(call: Call, k: Tensor) -> Tensor:
+        return checksums(k, reached_keys(call, k.shape[2]))
 
     # -- labels and table --------------------------------------------------------------------------
 

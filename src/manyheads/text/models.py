@@ -15,12 +15,14 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from manyheads import extras, lm
@@ -48,6 +50,10 @@ class Model:
         scaled: A function that returns the model with its rotary frequencies scaled for a number of tokens
             beyond the context; None if the model doesn't support this.
         layers: The modules of the layers, in order, if they are known.
+        hidden: A function of ids `[b, t]` that runs all layers, but computes no logits; None if `reader`
+            computes none.
+        logits: A function of ids `[b, t]` that returns the logits of the next tokens `[b, t, vocab]`; None if
+            the model doesn't predict them.
     """
 
     name: str
@@ -58,6 +64,29 @@ class Model:
     notes: tuple[str, ...] = ()
     scaled: Callable[[int], Model] | None = None
     layers: tuple[nn.Module, ...] = ()
+    hidden: Callable[[torch.Tensor], object] | None = None
+    logits: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def losses(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each token but the first, given the tokens before it.
+
+        Args:
+            ids: The tokens `[b, t]`.
+
+        Returns:
+            The losses in nats, `[b, t - 1]`.
+
+        Raises:
+            ValueError: If the model doesn't predict the next token.
+        """
+        if self.logits is None:
+            raise ValueError(
+                f"Expected a model that predicts the next token, got {self.name}, which gives no logits. "
+                "Choose a checkpoint of manyheads train, or a causal language model."
+            )
+        with torch.no_grad(), _quiet():
+            logits = self.logits(ids[:, :-1])  # [b, t - 1, vocab]
+        return F.cross_entropy(logits.float().mT, ids[:, 1:], reduction="none")
 
     def read(self, ids: Sequence[int], on_layer: Callable[[], object] = lambda: None) -> Recording:
         """Record the attention of the model while it reads a text.
@@ -160,6 +189,13 @@ def _load_checkpoint(name: str, folder: Path | None) -> Model:
         tokens = TokenizedText.from_spans(text, spans, encoding.tokens)
         return encoding.ids[:limit], tokens[:limit]
 
+    def run_layers(model: lm.LanguageModel, ids: torch.Tensor) -> torch.Tensor:
+        model.check(ids, None)
+        x = model.embed(ids)  # [b, t, e]
+        for block in model.blocks:
+            x = block(x)
+        return x
+
     def wrap(model: lm.LanguageModel) -> Model:
         return Model(
             name,
@@ -169,6 +205,8 @@ def _load_checkpoint(name: str, folder: Path | None) -> Model:
             encode,
             scaled=lambda context: wrap(model.scaled(context)),
             layers=tuple(model.blocks),
+            hidden=partial(run_layers, model),
+            logits=model,
         )
 
     return wrap(model)

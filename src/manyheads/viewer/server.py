@@ -14,8 +14,9 @@ import socket
 import threading
 import time
 import webbrowser
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
@@ -77,6 +78,24 @@ class TokenMiddleware:
         return secrets.compare_digest(token.encode(), self.token.encode())
 
 
+class Closable(Protocol):
+    """What a server serves."""
+
+    def close(self) -> None:
+        """End what is still running."""
+
+
+def protected(routes: Sequence[Route], port: int, token: str) -> Starlette:
+    """Return an application that responds only to this machine, with the token."""
+    return Starlette(
+        routes=routes,
+        middleware=[
+            Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"], www_redirect=False),
+            Middleware(TokenMiddleware, cookie=f"manyheads-{port}", token=token),
+        ],
+    )
+
+
 def create_app(api: Api, port: int, token: str) -> Starlette:
     """Return the application that serves the page and the data of an API."""
 
@@ -98,17 +117,12 @@ def create_app(api: Api, port: int, token: str) -> Starlette:
         media_type = "application/json" if isinstance(data, str) else "application/octet-stream"
         return Response(data, media_type=media_type)
 
-    return Starlette(
-        routes=[
-            Route("/", serve_asset),
-            Route("/data/{address:path}", serve_data),
-            Route("/{name}", serve_asset),
-        ],
-        middleware=[
-            Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"], www_redirect=False),
-            Middleware(TokenMiddleware, cookie=f"manyheads-{port}", token=token),
-        ],
-    )
+    routes = [
+        Route("/", serve_asset),
+        Route("/data/{address:path}", serve_data),
+        Route("/{name}", serve_asset),
+    ]
+    return protected(routes, port, token)
 
 
 async def _unless_disconnected(request: Request, future: Future[Any]) -> Any:
@@ -133,13 +147,16 @@ class Server:
     Args:
         api: The API to serve; closing the server closes it.
         port: Port to listen on (0 picks a free one).
+        make_app: A function of the API, the port and a token that returns the application.
 
     Raises:
         OSError: If the port is in use or out of range.
         TypeError: If the port isn't an int.
     """
 
-    def __init__(self, api: Api, port: int = 0) -> None:
+    def __init__(
+        self, api: Closable, port: int = 0, make_app: Callable[[Any, int, str], ASGIApp] = create_app
+    ) -> None:
         self.api, token = api, secrets.token_urlsafe(16)
         if isinstance(port, bool) or not isinstance(port, int):
             raise TypeError(f"Expected port to be an int between 0 and 65535, got {port!r}.")
@@ -155,7 +172,7 @@ class Server:
         self.port = listener.getsockname()[1]
         self.url = f"http://{HOST}:{self.port}/?token={token}"
         config = uvicorn.Config(
-            create_app(api, self.port, token),
+            make_app(api, self.port, token),
             log_level="critical",  # warnings about malformed requests wouldn't help the user
             ws="none",
             access_log=False,
