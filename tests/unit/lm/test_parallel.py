@@ -258,6 +258,7 @@ def train_in_several(group: Group, folder: Path, text: Path) -> None:
     # Shards that are missing, cut short, and of a different checkpoint.
     shard = sorted((folder / "damaged" / SHARDS).iterdir())[-1]
     content = shard.read_bytes()
+    group.wait()
     for change, error, message in (
         (None, FileNotFoundError, f"has no {SHARDS}/{shard.name}, which --resume needs"),
         (content[:-5], ValueError, f"{shard.name} can't be read as safetensors: .*may be truncated"),
@@ -317,7 +318,7 @@ def train_small(group: Group, folder: Path, text: Path) -> None:
 
 def test_the_command_checks_the_number_of_processes(command: Callable[..., tuple[int, str, str]]) -> None:
     code, _, errors = command("train", "--out", "run", "--processes", "0")
-    assert (code, errors) == (2, "manyheads: Expected processes to be between 1 and 4096, got 0.\n")
+    assert (code, errors) == (2, "manyheads: Expected processes to be at least 1, got 0.\n")
 
 
 COMMAND = [sys.executable, "-m", "manyheads", "train"]
