@@ -18,6 +18,7 @@ from manyheads.masks import Full
 from manyheads.measures import SCORES
 from manyheads.observe import observe
 from manyheads.text.models import Model
+from manyheads.tokens import printable
 
 ROWS = 8  # queries of a window over which two heads are compared
 WEIGHTS = 2**24  # the most weights that are computed at once to compare heads
@@ -176,7 +177,7 @@ class Meter:
             if value <= 0.0 or not top.accepts(value):
                 continue
             key = int(strongest.indices[b, n])
-            label = windows[b].tokens.labels[key]
+            label = label_of(windows[b], key)
             top.add(
                 {
                     "value": value,
@@ -212,12 +213,11 @@ class Meter:
                     for key, weight in zip(keys[:KEYS].tolist(), weights.tolist(), strict=False)
                     if weight > 0
                 ]
-                labels = window.tokens.labels
                 top.add(
                     {
                         "value": value,
                         "order": [*map(int, names[b].split("/")), query],
-                        "kind": f"{labels[query]}→{labels[chosen[0]]}",
+                        "kind": f"{label_of(window, query)}→{label_of(window, chosen[0])}",
                         "passage": names[b],
                         "query": query,
                         "keys": chosen,
@@ -268,6 +268,11 @@ class Meter:
                 self.summary.add("cost_of_windows", float(of_windows.sum()), first + head)
                 self.summary.add("cost_squares", float(of_windows.square().sum()), first + head)
             first += layer.heads
+
+
+def label_of(window: Window, n: int) -> str:
+    """Return the label of a token, without those of its neighbours that `TokenizedText.labels` reads."""
+    return printable(window.tokens.pieces[n]) or "␣"
 
 
 def compute_masses(amap: AttentionMap, ids: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
