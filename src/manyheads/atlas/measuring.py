@@ -297,7 +297,10 @@ def compute_masses(amap: AttentionMap, ids: Tensor) -> dict[str, tuple[Tensor, T
     for name, score in SCORES.items():
         if is_causal and name in ("next_token", "last_position"):
             continue
-        if name == "first_position" and is_plain:
+        if is_plain and name == "first_token":
+            first = amap[:, :, :, :1][..., 0]  # [b, h, t]
+            masses[name] = first, torch.ones_like(first, dtype=torch.bool)
+        elif is_plain and name == "first_position":
             masses[name] = masses["first_token"]
         elif name == "duplicate_token" and is_causal:
             masses[name] = masses["same_token"]
