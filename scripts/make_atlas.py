@@ -40,7 +40,7 @@ def main() -> None:
     chromium = os.environ.get("MANYHEADS_CHROMIUM") or shutil.which("chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 820}, color_scheme="light")
+        page = browser.new_page(viewport={"width": 1280, "height": 1180}, color_scheme="light")
         page.goto(f"{PAGE.as_uri()}#{HEAD}")
         page.screenshot(path=PICTURE)
         browser.close()

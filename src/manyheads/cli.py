@@ -247,8 +247,8 @@ def show(
       manyheads view my-atlas
 
       # On four processes; on several machines with a common folder, start it by torchrun
-      manyheads atlas my-model --text books --out my-atlas --processes 4
-      torchrun --nproc-per-node 4 -m manyheads atlas my-model --text books --out my-atlas
+      manyheads atlas model --text books --out atlas --processes 4
+      torchrun --nproc-per-node 4 -m manyheads atlas model --text books --out atlas
     """,
 )
 def atlas(
@@ -256,8 +256,8 @@ def atlas(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="'shipped', folder of a checkpoint or of a Hugging Face model, or the name of one in the "
-            "local cache.",
+            help="Model: shipped, or a folder of a checkpoint or of a Hugging Face model, or the name of one "
+            "in the local cache.",
         ),
     ],
     text: Annotated[

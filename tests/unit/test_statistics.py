@@ -1123,3 +1123,29 @@ def test_statistics_of_128k_tokens_take_little_memory() -> None:
 def test_statistics_of_each_query(name: str) -> None:
     amap = drawn()[0]
     assert amap.statistics(name)[name].shape == amap.shape[:3]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("b", "h", "g", "t"), [(1, 2, 2, 40), (3, 4, 2, 70), (2, 2, 1, 2)])
+def test_repeated_tokens_of_a_batch_of_texts(causal: bool, b: int, h: int, g: int, t: int) -> None:
+    """Different texts are sorted by token together; no weight crosses from one to another."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(b, n, t, 16, generator=generator, dtype=torch.float64) for n in (h, g))
+    ids = torch.randint(-3, 9, (b, t), generator=generator)
+    mask = mh.Causal() if causal else None
+    _, amap = mh.attention_with_map(q, k, k, mask=mask)
+    same = ids[:, :, None] == ids[:, None, :]  # [b, t, t]
+    earlier = torch.ones(t, t).tril(-1).bool()
+    after = torch.zeros_like(same)
+    after[:, :, 1:] = (same & earlier)[:, :, :-1]
+    expected = {
+        mh.SameToken(ids) & ~mh.Diagonal(0): same & ~torch.eye(t).bool(),
+        mh.SameToken(ids) & mh.Causal() & ~mh.Diagonal(0): same & earlier,
+        mh.AfterSameToken(ids): after,
+    }
+    for inside, keep in expected.items():
+        keep = keep & (earlier | torch.eye(t).bool()) if causal else keep
+        total, has_keys = amap.masses(inside)
+        wanted = (amap.dense() * keep[:, None]).sum(-1)
+        torch.testing.assert_close(total, wanted, rtol=0, atol=1e-14)
+        assert torch.equal(has_keys, keep.any(-1)[:, None].expand(b, h, t))

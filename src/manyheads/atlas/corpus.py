@@ -293,6 +293,8 @@ def windows(corpus: Corpus, part: Part, encode: Encode, length: int) -> Iterator
         covered = covered if covered and rest.startswith(covered) else rest[: max(1, len(covered))]
         if len(ids) >= 2:
             yield Window(part, byte, ids, tokens)
+        if len(ids) >= length:
+            ahead = length + len(covered) * 5 // 4  # the next window has about as many characters
         at += len(covered)
         byte += len(covered.encode())
 

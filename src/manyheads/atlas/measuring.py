@@ -18,6 +18,7 @@ from manyheads.masks import Full
 from manyheads.measures import SCORES
 from manyheads.observe import observe
 from manyheads.text.models import Model
+from manyheads.tokens import printable
 
 ROWS = 8  # queries of a window over which two heads are compared
 WEIGHTS = 2**24  # the most weights that are computed at once to compare heads
@@ -176,7 +177,7 @@ class Meter:
             if value <= 0.0 or not top.accepts(value):
                 continue
             key = int(strongest.indices[b, n])
-            label = windows[b].tokens.labels[key]
+            label = label_of(windows[b], key)
             top.add(
                 {
                     "value": value,
@@ -212,12 +213,11 @@ class Meter:
                     for key, weight in zip(keys[:KEYS].tolist(), weights.tolist(), strict=False)
                     if weight > 0
                 ]
-                labels = window.tokens.labels
                 top.add(
                     {
                         "value": value,
                         "order": [*map(int, names[b].split("/")), query],
-                        "kind": f"{labels[query]}→{labels[chosen[0]]}",
+                        "kind": f"{label_of(window, query)}→{label_of(window, chosen[0])}",
                         "passage": names[b],
                         "query": query,
                         "keys": chosen,
@@ -270,6 +270,11 @@ class Meter:
             first += layer.heads
 
 
+def label_of(window: Window, n: int) -> str:
+    """Return the label of a token, without those of its neighbours that `TokenizedText.labels` reads."""
+    return printable(window.tokens.pieces[n]) or "␣"
+
+
 def compute_masses(amap: AttentionMap, ids: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the weight of each query in the mask of each score, and whether it has visible keys there.
 
@@ -292,7 +297,10 @@ def compute_masses(amap: AttentionMap, ids: Tensor) -> dict[str, tuple[Tensor, T
     for name, score in SCORES.items():
         if is_causal and name in ("next_token", "last_position"):
             continue
-        if name == "first_position" and is_plain:
+        if is_plain and name == "first_token":
+            first = amap[:, :, :, :1][..., 0]  # [b, h, t]
+            masses[name] = first, torch.ones_like(first, dtype=torch.bool)
+        elif is_plain and name == "first_position":
             masses[name] = masses["first_token"]
         elif name == "duplicate_token" and is_causal:
             masses[name] = masses["same_token"]

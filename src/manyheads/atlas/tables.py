@@ -307,9 +307,10 @@ def _numbered(summary: Summary) -> dict[str, int]:
 
 def _examples(heads: Heads, summary: Summary) -> Iterator[dict[str, Any]]:
     numbers = _numbered(summary)
+    every = {name: _tokens(passage).labels for name, passage in summary.passages.items()}
     for (layer, head, _), top in zip(heads, summary.examples, strict=True):
         for rank, item in enumerate(top.items):
-            labels = _tokens(summary.passages[item["passage"]]).labels
+            labels = every[item["passage"]]
             yield {
                 "layer": layer,
                 "head": head,

@@ -107,7 +107,7 @@ function drawTable() {
 // -- a head ----------------------------------------------------------------------------------------
 
 function plot(points, name, text) {
-  const width = 260, height = 110, last = Math.max(points.at(-1)?.[1] ?? 1, 1), top = Math.max(...points.map((p) => p[2]), 1e-9);
+  const width = 220, height = 100, last = Math.max(points.at(-1)?.[1] ?? 1, 1), top = Math.max(...points.map((p) => p[2]), 1e-9);
   const x = (p) => (Math.log1p(p) / Math.log1p(last)) * width, y = (v) => height - (v / top) * height;
   const path = points.map(([first, end, v], n) => `${n ? "L" : "M"}${x((first + end) / 2).toFixed(1)} ${y(v).toFixed(1)}`).join("");
   return make("figure", { style: null }, drawing("svg", { width: width + 60, height: height + 36, viewBox: `-44 -8 ${width + 60} ${height + 40}`, role: "img", "aria-label": text },
