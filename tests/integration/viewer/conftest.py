@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from manyheads.viewer.api import Api
 from manyheads.viewer.server import Server
 from tests.chromium import CHROMIUM, FLAGS
-from tests.integration.viewer.pages import fail_on_errors
+from tests.integration.viewer.pages import collect_errors
 from tests.waiting import HANG
 
 
@@ -39,7 +39,7 @@ def page(browser: Browser, served: list[Server]) -> Iterator[Page]:
     context = browser.new_context(viewport={"width": 1366, "height": 768}, accept_downloads=True)
     context.set_default_timeout(1000 * HANG)
     page = context.new_page()
-    wrong = fail_on_errors(page)
+    wrong = collect_errors(page)
     yield page
     context.close()
     assert wrong == []

@@ -51,16 +51,11 @@ def new_page(browser: Browser, **options: Any) -> Page:
     return page
 
 
-def fail_on_errors(page: Page) -> list[str]:
-    """Return a list of the page's errors. An error of a script closes the page, which ends all waiting."""
+def collect_errors(page: Page) -> list[str]:
+    """Return a list to which the page's errors and dialogs are added."""
     wrong: list[str] = []
-
-    def fail(error: object) -> None:
-        wrong.append(str(error))
-        page.close()
-
     page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
-    page.on("pageerror", fail)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("dialog", lambda dialog: wrong.append(f"a dialog: {dialog.message}"))
     return wrong
 

@@ -18,7 +18,7 @@ from manyheads.viewer.server import Server
 from tests.chromium import wait_until_painted
 from tests.integration.viewer.pages import (
     a_map,
-    fail_on_errors,
+    collect_errors,
     has_in_url,
     hover,
     in_a_browser,
@@ -262,7 +262,7 @@ def test_a_viewer_is_removed_before_its_responses_arrive(page: Page, served: lis
 def test_a_script_that_fails_ends_the_test_at_once(browser: Browser, served: list[Server]) -> None:
     """Not after the time that only a hang takes."""
     page = new_page(browser)
-    wrong = fail_on_errors(page)
+    wrong = collect_errors(page)
     page.route("**/viewer.js", lambda route: route.fulfill(body="let = ;", content_type="text/javascript"))
     with pytest.raises(Error, match="closed"):
         opened(page, served, a_map(7))

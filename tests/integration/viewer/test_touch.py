@@ -15,8 +15,8 @@ from tests.integration.viewer.pages import (
     a_map,
     area_of,
     box_of,
+    collect_errors,
     exact,
-    fail_on_errors,
     has_in_url,
     in_a_browser,
     loaded,
@@ -37,7 +37,7 @@ def phone(browser: Browser, served: list[Server]) -> Iterator[Page]:
     )
     context.set_default_timeout(1000 * HANG)
     page = context.new_page()
-    wrong = fail_on_errors(page)
+    wrong = collect_errors(page)
     yield page
     context.close()
     assert wrong == []
