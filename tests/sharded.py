@@ -83,7 +83,7 @@ def faults(rank: int, ranks: int) -> dict[str, dict[str, Any]]:
         "another scale": {"scale": 2.0 if odd else 1.0},
         "another sink": {"sink": torch.full((4,), float(rank))},
         "another bias": {"bias": mh.ALiBi([1.0 + rank] * 4)},
-        "another method": {"method": "ulysses" if odd else "ring"},
+        "another method": {"x": x[:, :3], "method": "ulysses" if odd else "ring"},
         "a gradient on one rank": {"x": x.clone().requires_grad_(odd)},
         "positions twice": {"positions": run - n * odd},
         "positions outside": {"positions": run + 1},

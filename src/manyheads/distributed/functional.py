@@ -14,7 +14,7 @@ from torch.overrides import has_torch_function_variadic
 from manyheads import kernels, scores
 from manyheads.biases import ALiBi, Bias, Dense, Relative
 from manyheads.distributed import ulysses
-from manyheads.distributed.blocks import whole_problem
+from manyheads.distributed.blocks import block, whole_problem
 from manyheads.distributed.communication import agree, describe
 from manyheads.distributed.positions import (
     Part,
@@ -223,6 +223,12 @@ def _prepare(
         n = tensors[0].shape[2]
         found["whole"], found["positions"] = whole, check_positions(positions, n, rank)
         table = None if bias is None else bias.tensor()
+        if (
+            method == "ring" and kernel != "auto"
+        ):  # raise before anything is sent, or the next call would hang
+            learns = table is not None and table.requires_grad and torch.is_grad_enabled()
+            for part in cut_into_parts(torch.arange(n)):
+                partial.choose(block(whole, *tensors, part, part), kernel, bias_gradient=learns)
         learned = (*tensors, sink, table)
         wants = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in learned]
         return {

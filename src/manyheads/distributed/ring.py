@@ -190,12 +190,14 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
         assert packed is not None
         received, transfers = pass_on(ring, step, packed, k)
         pending = Pending(transfers, ring.group)
-        for rows, n in ring.blocks(ring.owner(step), step):
-            problem = block(
-                whole, q[:, :, rows.rows], *packed.parts[n], rows, ring.parts[ring.owner(step)][n]
-            )
-            merged.add(rows.rows, *partial.forward(problem, ring.kernel_of(problem)))
-        pending.wait()
+        try:
+            for rows, n in ring.blocks(ring.owner(step), step):
+                problem = block(
+                    whole, q[:, :, rows.rows], *packed.parts[n], rows, ring.parts[ring.owner(step)][n]
+                )
+                merged.add(rows.rows, *partial.forward(problem, ring.kernel_of(problem)))
+        finally:  # also after an error: the next call must not receive this message
+            pending.wait()
         packed = received
     return merged.finish(q.dtype)
 
