@@ -242,11 +242,11 @@ def show(
     rich_help_panel="Attention maps",
     epilog="""
     Examples:
-      # Record the heads of the model that ships with manyheads, and open the atlas
+      # Record the heads of the shipped model, and open the atlas
       manyheads atlas shipped --text docs/guides/*.md --out my-atlas
       manyheads view my-atlas
 
-      # On four processes; on several machines with a common folder, start it by torchrun
+      # On four processes; on several machines, start it by torchrun
       manyheads atlas model --text books --out atlas --processes 4
       torchrun --nproc-per-node 4 -m manyheads atlas model --text books --out atlas
     """,
@@ -262,14 +262,14 @@ def atlas(
     ],
     text: Annotated[
         list[Path],
-        file_option("FILE...", "Text files, or folders of text files.", "Input"),
+        file_option("FILE", "Text files, or folders of text files.", "Input"),
     ],
     out: Annotated[
         Path,
         file_option("DIR", "Folder of the atlas. An atlas that isn't complete is continued.", "Output"),
     ],
     more: Annotated[
-        list[Path] | None, typer.Argument(metavar="FILE...", parser=parse_path, help="More text files.")
+        list[Path] | None, typer.Argument(metavar="FILES", parser=parse_path, help="More text files.")
     ] = None,
     length: Annotated[
         int | None,

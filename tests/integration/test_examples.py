@@ -397,6 +397,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model(torch.arange(300)[None])
     for name in ("run", "one", "other", "head"):
         recording.save(folder / f"{name}.safetensors")
+    manyheads.atlas.record("shipped", [folder / "FILE"], folder / "my-atlas")
     return folder
 
 
