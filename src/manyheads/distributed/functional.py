@@ -223,12 +223,11 @@ def _prepare(
         n = tensors[0].shape[2]
         found["whole"], found["positions"] = whole, check_positions(positions, n, rank)
         table = None if bias is None else bias.tensor()
-        if (
-            method == "ring" and kernel != "auto"
-        ):  # raise before anything is sent, or the next call would hang
+        if method == "ring" and kernel != "auto":
+            # Raise before anything is sent, because messages without a receiver would hang the next call.
             learns = table is not None and table.requires_grad and torch.is_grad_enabled()
             for part in cut_into_parts(torch.arange(n)):
-                partial.choose(block(whole, *tensors, part, part), kernel, bias_gradient=learns)
+                partial.choose(block(whole, *tensors[:3], part, part), kernel, bias_gradient=learns)
         learned = (*tensors, sink, table)
         wants = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in learned]
         return {
