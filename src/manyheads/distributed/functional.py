@@ -227,7 +227,9 @@ def _prepare(
             # Raise before anything is sent, because messages without a receiver would hang the next call.
             learns = table is not None and table.requires_grad and torch.is_grad_enabled()
             for part in cut_into_parts(torch.arange(n)):
-                partial.choose(block(whole, *tensors[:3], part, part), kernel, bias_gradient=learns)
+                partial.choose(
+                    block(whole, tensors[0], tensors[1], tensors[2], part, part), kernel, bias_gradient=learns
+                )
         learned = (*tensors, sink, table)
         wants = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in learned]
         return {
