@@ -428,9 +428,11 @@ def test_the_next_largest_weight_is_shown_when_the_scan_is_complete(page: Page, 
 
 
 def test_matrices_of_compared_runs_begin_at_one_height(page: Page, served: list[Server]) -> None:
-    """Both names have a part of their text, and figures are disabled, to the eye as well."""
-    texts = ["the cat sat on the mat", "a dog ran to the cat"]
-    maps = [a_map(6).labelled(mh.TokenizedText(tuple(f" {word}" for word in text.split()))) for text in texts]
+    """Both names have a part of their text. Figures of different sizes are disabled, to the eye as well."""
+    texts = [text.split() for text in ("the cat sat on the mat", "a dog ran home")]
+    maps = [
+        a_map(len(words)).labelled(mh.TokenizedText(tuple(f" {word}" for word in words))) for words in texts
+    ]
     opened(page, served, *maps, at="#page=head")
     loaded(page)
     page.keyboard.press("c")
