@@ -255,6 +255,21 @@ class Window(Part):
 
 
 @dataclass(frozen=True)
+class NoWindow(Part):
+    """No window, where a caller's flag is off and the outputs are those of a window."""
+
+    flag: str
+    window: Window
+
+    def wrappers(self) -> Wrappers:
+        """Return no wrapper: all keys are visible."""
+        return {}
+
+    def __str__(self) -> str:
+        return f"no window, because {self.flag} is False"
+
+
+@dataclass(frozen=True)
 class Bias(Part):
     """The base class of biases that are added to the scores."""
 

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from manyheads.checker.candidates.adapter import D, S
 from manyheads.checker.candidates.attention import POSITIONS, SEQUENCES, AttentionAdapter
-from manyheads.checker.candidates.documentation import documented_mechanism, parse
+from manyheads.checker.candidates.documentation import documented_mechanism, parse, read_mask
 from manyheads.checker.candidates.errors import UnexpectedOutput
+from manyheads.checker.candidates.forms import KEY_MASKS, NUMBERS
 from manyheads.checker.encodings import Interleaved, Rotary
 from manyheads.checker.isolation.describe import Description
 from manyheads.checker.isolation.errors import CodeError
@@ -34,6 +35,7 @@ from manyheads.checker.parts import (
     Alibi,
     Gate,
     Norm,
+    NoWindow,
     NullKeys,
     Part,
     Residual,
@@ -78,10 +80,9 @@ def find_parts(adapter: AttentionAdapter) -> None:
     adapter.notes += map(str, adapter.parts)
     name_mechanism(adapter)
     reach_caps(adapter)
-    windows = [
-        window.size for parts in (adapter.parts, *adapter.plausible) for window in select(parts, Window)
-    ]
-    adapter.length = max([adapter.length, *(size + 3 for size in windows)])
+    found = [part for parts in (adapter.parts, *adapter.plausible) for part in parts]
+    windows = select(found, Window) + [part.window for part in select(found, NoWindow)]
+    adapter.length = max([adapter.length, *(window.size + 3 for window in windows)])
     if adapter.unknown or select(adapter.parts, RotaryPositions) or POSITIONS & set(adapter.arguments):
         return
     used = {path for part in adapter.parts for path in part.paths}
@@ -255,15 +256,35 @@ class Search:
         self.describe_unknown(effective, outer, surroundings, inside or stated)
 
     def window_sizes(self) -> list[int]:
-        """Return the sizes of windows that a caller sets, if the candidate masks by itself."""
+        """Return the sizes of windows that a caller sets, if the candidate masks by itself.
+
+        It does if no mask of its callers can have a window.
+        """
         adapter = self.adapter
-        names = {*adapter.init, *adapter.description.attributes} if not adapter.masks else set()
+        of_keys = [
+            role.endswith("of-keys") or role in NUMBERS or is_documented_for_keys(name, adapter.text)
+            for name, role in adapter.masks.items()
+        ]
+        names = {*adapter.init, *self.numbers.given, *adapter.description.attributes}
+        names = names if all(of_keys) and not self.flags_off() else set()
         given = self.numbers.named_like(r"window").items()
         return [int(x) for name, x in given if name in names and 1 <= x <= 128]
+
+    def flags_off(self) -> list[str]:
+        """Return the flags of a window that are off."""
+        description = self.adapter.description
+        arguments = {arg.name: arg.default for arg in description.init or ()}
+        values = {**arguments, **description.settings, **description.attributes, **self.adapter.init}
+        flag = r"(?:use|enable|apply|with)_(?:\w+_)?window(?:_attention)?"
+        return [name for name, x in values.items() if x is False and re.fullmatch(flag, name)]
 
     def add_stated_parts(self) -> None:
         """Add the parts that a caller sets by a number and that the outputs lack, so that checks fail."""
         adapter = self.adapter
+        for flag in self.flags_off()[:1]:
+            adapter.parts = tuple(
+                NoWindow(flag, part) if isinstance(part, Window) else part for part in adapter.parts
+            )
         is_exact = re.search(COUNTS_ITSELF, adapter.text, re.I)
         for size in self.window_sizes():
             legal = {"sliding": {size} if is_exact else {size, size + 1}}
@@ -580,6 +601,12 @@ class Search:
             except (RuntimeError, IndexError, ZeroDivisionError):
                 return float("inf")
         return worst
+
+
+def is_documented_for_keys(name: str, text: str) -> bool:
+    """Return True if documentation states shapes of a mask, and all are of keys alone."""
+    documented = read_mask(name, text)
+    return bool(documented.shapes) and not documented.has_queries and documented.shapes <= {*KEY_MASKS}
 
 
 def select(parts: Iterable[Part], kind: type[Kind]) -> list[Kind]:

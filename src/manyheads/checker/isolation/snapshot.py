@@ -317,6 +317,11 @@ class State:
             if name not in now or name not in self.tensors or not is_same(now[name][1], x):
                 yield kind, name
 
+    def is_resized(self) -> bool:
+        """Return True if a parameter or buffer has another shape than then, is new or is gone."""
+        now = {name: x.shape for _, name, x in module_tensors(self.module)}
+        return now != {name: x.shape for name, (_, x) in self.tensors.items()}
+
     def restore(self) -> None:
         """Restore global state and modes."""
         restore_globals(self.globals)
