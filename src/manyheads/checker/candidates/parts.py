@@ -252,8 +252,7 @@ class Search:
             if self.confirm(self.refine(found, readings[n]), n):
                 self.add_stated_parts()
                 return
-        stated = tuple(Window(size) for size in self.window_sizes()[:1])
-        self.describe_unknown(effective, outer, surroundings, inside or stated)
+        self.describe_unknown(effective, outer, surroundings, inside or self.stated_window())
 
     def window_sizes(self) -> list[int]:
         """Return the sizes of windows that a caller sets, if the candidate masks by itself.
@@ -269,6 +268,12 @@ class Search:
         names = names if all(of_keys) and not self.flags_off() else set()
         given = self.numbers.named_like(r"window").items()
         return [int(x) for name, x in given if name in names and 1 <= x <= 128]
+
+    def stated_window(self) -> Parts:
+        """Return the window that a caller sets, with the first tokens that it always shows."""
+        first = self.numbers.named_like(r"sink|first|global|prefix", given=True).values()
+        counts = [int(x) for x in first if type(x) is int and 1 <= x <= 16]
+        return tuple(Window(size, first=[*counts, 0][0]) for size in self.window_sizes()[:1])
 
     def flags_off(self) -> list[str]:
         """Return the flags of a window that are off."""
@@ -508,7 +513,10 @@ class Search:
             places += [("input", role) for role in roles if role != "qk"]
         yield from self.norms(paths, places)
         if n in (1, h) and len(paths) == 1:
-            yield from (Temperature(path, form) for form in ("factor", "exponential", "divisor"))
+            has_exponential = re.search(r"\bexp\(", self.adapter.description.source)
+            forms = ["factor", "exponential", "divisor"]
+            forms.sort(key=lambda form: has_exponential is not None and form != "exponential")
+            yield from (Temperature(path, form) for form in forms)
             yield Alibi(path, is_symmetric=not self.adapter.always_causal)
         if len(shape) >= 2 and h in shape and len(paths) == 1:
             if len(shape) > 2 and shape[-1] == shape[-2]:
@@ -535,10 +543,10 @@ class Search:
         """Yield norms of q and k without parameters, if the code has a norm."""
         text = self.adapter.description.source + self.adapter.text
         if re.search(r"norm", text, re.I):
-            yield (Norm("RMS"),)
-            yield (Norm("layer"),)
             if re.search(r"cosine|l2|F\.normalize|qk_?norm", text, re.I):
                 yield (Norm("L2"),)
+            yield (Norm("RMS"),)
+            yield (Norm("layer"),)
 
     def encodings(self) -> list[Parts]:
         """Return the encodings of positions without parameters, the likely ones first."""
@@ -558,6 +566,13 @@ class Search:
             given = product(sizes, pairs)
             return [(RotaryPositions(pair, n, self.size, is_given=True),) for n, pair in given]
         bases = [float(x) for x in self.numbers.named_like(r"base|theta", given=True).values() if x > 1]
+        if re.search(r"\bntk", text, re.I):  # its base is multiplied by a power of a factor
+            alphas = [x for x in self.numbers.named_like(r"ntk|alpha", given=True).values() if x > 1]
+            d = sizes[0]
+            scaled = [
+                base * alpha ** (d / (d - 2)) for base, alpha in product(bases or BASES, alphas) if d > 2
+            ]
+            bases = scaled + bases * (not scaled or "dynamic" in text.lower())
         scaling = self.numbers.named_like(r"factor|scaling", given=True).values()
         factors = [1.0, *(y for x in scaling if x not in (0, 1) for y in (1 / x, x))]
         computed = product((1, -1), bases or BASES, factors, sizes, pairs)

@@ -431,7 +431,7 @@ def find_causality(adapter: AttentionAdapter, g: torch.Generator) -> None:
             return
         adapter.unjudged[context] = (
             f"built with {on[0]}=True, it masks later keys of {context} too, and nothing says whether that "
-            f"is meant. If it is, give --arg {context}=ignore; otherwise mask later keys only without {context}."
+            f"is meant. If it is, give --arg {context}=ignore; otherwise mask none of {context}."
         )
     if reason is not None:
         adapter.always_causal = True

@@ -5,7 +5,8 @@ This is not a sandbox: the candidate has the user's files, network and permissio
 - The process is new, with empty standard input and a temporary working folder, and ends with the checker.
 - Each request has a time limit.
 - A memory limit applies to the resident memory of its process tree (measured every 50 ms; searching all
-  processes of the system for new members takes at most 5 % of the time), and on Linux to its address space. The process can't use GPUs, because neither limit applies to their memory.
+  processes of the system for new members takes at most 5 % of the time), and on Linux to its address
+  space. The process can't use GPUs, because neither limit applies to their memory.
 - Its answers are data that are validated as they are read, so that no print, exit or patched function of the
   candidate can change a verdict.
 """
