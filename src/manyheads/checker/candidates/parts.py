@@ -69,6 +69,7 @@ COUNTS_ITSELF = (
 )
 UNSCALED = "as usual with a learned bias or factor"
 NO_SINK = -1e4
+COSINES = r"(?i:cosine|l2)|F\.normalize"  # in code or documentation of scores that are cosines
 QUERY_KEY_NORM = re.compile(r"(^|[._])(qk?|k|query|key)_?(norm|scale|gamma|ln|layernorm)", re.I)
 POSITION_TABLE = re.compile(r"rel|pos|bias_table|slope", re.I)
 
@@ -270,10 +271,13 @@ class Search:
         return [int(x) for name, x in given if name in names and 1 <= x <= 128]
 
     def stated_window(self) -> Parts:
-        """Return the window that a caller sets, with the first tokens that it always shows."""
-        first = self.numbers.named_like(r"sink|first|global|prefix", given=True).values()
-        counts = [int(x) for x in first if type(x) is int and 1 <= x <= 16]
-        return tuple(Window(size, first=[*counts, 0][0]) for size in self.window_sizes()[:1])
+        """Return the window that a caller sets, if there is one."""
+        return tuple(Window(size, first=self.count_first()) for size in self.window_sizes()[:1])
+
+    def count_first(self) -> int:
+        """Return the number of first tokens that a window always shows, as a caller sets it."""
+        named = self.numbers.named_like(r"(?:sink|first|global|prefix)_?(?:token|size|len|num|$)", given=True)
+        return next((int(x) for x in named.values() if type(x) is int and 1 <= x <= 16), 0)
 
     def flags_off(self) -> list[str]:
         """Return the flags of a window that are off."""
@@ -297,7 +301,7 @@ class Search:
             windows = select(adapter.parts, Window)
             if not any(part.size in legal.get(part.kind, {part.size}) for part in windows):
                 rest = tuple(part for part in adapter.parts if part not in windows)
-                adapter.parts = (*rest, Window(size))
+                adapter.parts = (*rest, Window(size, first=self.count_first()))
         for cap in self.numbers.named_like(r"soft_?cap|logit_?cap").values():
             if cap > 0 and not select(adapter.parts, Softcap):
                 adapter.parts = (*adapter.parts, Softcap(float(cap)))
@@ -543,7 +547,7 @@ class Search:
         """Yield norms of q and k without parameters, if the code has a norm."""
         text = self.adapter.description.source + self.adapter.text
         if re.search(r"norm", text, re.I):
-            if re.search(r"cosine|l2|F\.normalize|qk_?norm", text, re.I):
+            if re.search(f"{COSINES}|qk_?norm", text, re.I):
                 yield (Norm("L2"),)
             yield (Norm("RMS"),)
             yield (Norm("layer"),)
@@ -602,7 +606,8 @@ class Search:
             found.append(Scale(1.0, "as documented"))
         if "relative_attention_num_buckets" in self.numbers.named:
             found.append(Scale(1.0, "as in T5"))
-        return [*found, Scale(1.0, UNSCALED)]
+        unscaled = [Scale(1.0, UNSCALED)]
+        return unscaled + found if re.search(COSINES, self.adapter.description.source) else found + unscaled
 
     # -- comparison --------------------------------------------------------------------------------
 

@@ -128,6 +128,8 @@ def open_with_context(adapter: Adapter) -> AttentionAdapter | str:
         )
     except Unclear as error:
         return f"with a context: {error}"
+    if crossing.arguments["context"] in crossing.unjudged:
+        return crossing.unjudged[crossing.arguments["context"]]
     crossing.unjudged |= {name: reason for name, reason in unused.items() if reason}
     x = crossing.draw(torch.Generator().manual_seed(6), s=S)
     changed = crossing.changed_queries(x, crossing.change_key(x, 2))
@@ -431,7 +433,7 @@ def find_causality(adapter: AttentionAdapter, g: torch.Generator) -> None:
             return
         adapter.unjudged[context] = (
             f"built with {on[0]}=True, it masks later keys of {context} too, and nothing says whether that "
-            f"is meant. If it is, give --arg {context}=ignore; otherwise mask none of {context}."
+            "is meant."
         )
     if reason is not None:
         adapter.always_causal = True
