@@ -318,9 +318,11 @@ class State:
                 yield kind, name
 
     def is_resized(self) -> bool:
-        """Return True if a parameter or buffer has another shape than then, is new or is gone."""
-        now = {name: x.shape for _, name, x in module_tensors(self.module)}
-        return now != {name: x.shape for name, (_, x) in self.tensors.items()}
+        """Return True if a parameter or buffer has another shape than then."""
+        before = self.tensors
+        return any(
+            name in before and x.shape != before[name][1].shape for _, name, x in module_tensors(self.module)
+        )
 
     def restore(self) -> None:
         """Restore global state and modes."""
