@@ -152,6 +152,7 @@ class RotaryPositions(Part):
         begin: The first position of a step with a cache, by the lengths of the steps up to it; None for the
             sum of the earlier ones, which is right.
         moved: Those of q and k with this bug.
+        rotates_again: Whether each step rotates all cached keys again, which is a bug.
         is_given: Whether the call gives the angles, as cosines and sines.
     """
 
@@ -165,6 +166,7 @@ class RotaryPositions(Part):
     place: str = "heads"
     begin: Callable[[Attention, tuple[int, ...]], int] | None = None
     moved: str = "qk"
+    rotates_again: bool = False
     is_given: bool = False
 
     def wrappers(self) -> Wrappers:
@@ -187,6 +189,11 @@ class RotaryPositions(Part):
 
     def select_tokens(self, x: Inputs, role: str, oracle: Attention) -> Tensor:
         """Return the numbers of the queries' tokens, or of the keys', by which they are rotated."""
+        if self.rotates_again and role == "k" and x.steps and x.positions is None:
+            times = range(len(x.steps), 0, -1)  # that keys of each step are rotated
+            return torch.arange(x.s) * torch.cat(
+                [torch.full((n,), k) for n, k in zip(x.steps, times, strict=True)]
+            )
         if self.begin is None or role not in self.moved or not x.steps or x.positions is not None:
             return torch.arange(x.s) if role == "k" else torch.arange(x.offset, x.offset + x.t)
         lengths = [x.steps[: n + 1] for n in range(len(x.steps))]
@@ -252,6 +259,21 @@ class Window(Part):
         kind = {"sliding": f"sliding window of {self.size} keys", "chunks": f"chunks of {self.size} tokens",
                 "both sides": f"window of {self.size - 1} tokens on both sides"}[self.kind]  # fmt: skip
         return kind + f" and the first {self.first}" * bool(self.first)
+
+
+@dataclass(frozen=True)
+class NoWindow(Part):
+    """No window, where a caller's flag is off and the outputs are those of a window."""
+
+    flag: str
+    window: Window
+
+    def wrappers(self) -> Wrappers:
+        """Return no wrapper: all keys are visible."""
+        return {}
+
+    def __str__(self) -> str:
+        return f"no window, because {self.flag} is False"
 
 
 @dataclass(frozen=True)

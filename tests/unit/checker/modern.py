@@ -542,3 +542,87 @@ class AlibiBi(nn.Module):
             .transpose(1, 2)
             .reshape(b, n, c)
         )
+
+
+class Streaming(nn.Module):
+    """Causal attention with rotary positions; the window shows its own, the last and the first tokens."""
+
+    def __init__(self, dim, n_heads, window=4, first_tokens=1):
+        super().__init__()
+        self.n_heads, self.window, self.first = n_heads, window, first_tokens
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim) for _ in range(4))
+
+    def rope(self, x, start):
+        t, d = x.shape[-2:]
+        angles = torch.outer(start + torch.arange(t).float(), 10000.0 ** (-torch.arange(0, d, 2) / d))
+        angles = torch.cat((angles, angles), -1)
+        return x * angles.cos() + rotate_half(x) * angles.sin()
+
+    def forward(self, x, padding_mask=None, cache=None):
+        """padding_mask [b, s]: True for tokens, False for padding."""
+        q, k, v = (
+            f(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for f in (self.wq, self.wk, self.wv)
+        )
+        past = 0 if cache is None else cache[0].shape[2]
+        start = past
+        q, k = self.rope(q, start), self.rope(k, start)
+        if cache is not None:
+            k, v = torch.cat((cache[0], k), 2), torch.cat((cache[1], v), 2)
+        i, j = torch.arange(past, k.shape[2])[:, None], torch.arange(k.shape[2])
+        visible = (j <= i) & ((i - j < self.window) | (j < self.first))
+        if padding_mask is not None:
+            visible = visible & padding_mask[:, None, None]
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        weights = scores.masked_fill(~visible, torch.finfo(scores.dtype).min).softmax(-1)
+        return self.wo((weights @ v).transpose(1, 2).flatten(2)), (k, v)
+
+
+class SinkNTK(nn.Module):
+    """Causal attention with sinks, a window, and rotary positions whose base is scaled (NTK)."""
+
+    def __init__(self, dim, n_heads, window=3, rope_theta=10000.0, ntk_alpha=4.0):
+        super().__init__()
+        self.n_heads, self.window = n_heads, window
+        d = dim // n_heads
+        self.base = rope_theta * ntk_alpha ** (d / (d - 2))
+        self.sinks = nn.Parameter(torch.zeros(n_heads))
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim) for _ in range(4))
+
+    def rope(self, x):
+        t, d = x.shape[-2:]
+        angles = torch.outer(torch.arange(t).float(), self.base ** (-torch.arange(0, d, 2) / d))
+        angles = torch.cat((angles, angles), -1)
+        return x * angles.cos() + rotate_half(x) * angles.sin()
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        q, k, v = (
+            f(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for f in (self.wq, self.wk, self.wv)
+        )
+        scores = self.rope(q) @ self.rope(k).mT / q.shape[-1] ** 0.5
+        i = torch.arange(t)
+        visible = (i <= i[:, None]) & (i[:, None] - i < self.window)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        sinks = self.sinks.view(1, -1, 1, 1).expand(b, -1, t, 1)
+        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+        return self.wo((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Cosine(nn.Module):
+    """Causal attention whose scores are cosines, times a learned factor of each head."""
+
+    def __init__(self, dim, n_heads):
+        super().__init__()
+        self.n_heads = n_heads
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim) for _ in range(4))
+        self.log_factor = nn.Parameter(torch.full((n_heads, 1, 1), 2.0))
+
+    def forward(self, x):
+        q, k, v = (
+            f(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for f in (self.wq, self.wk, self.wv)
+        )
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        scores = q @ k.mT * self.log_factor.exp()
+        t = x.shape[1]
+        scores = scores.masked_fill(torch.ones(t, t, dtype=torch.bool).triu(1), float("-inf"))
+        return self.wo((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,13 @@ import pytest
 import torch
 
 from manyheads import checker
+from manyheads.checker.candidates.adapter import Options
+from manyheads.checker.candidates.attention import AttentionAdapter
+from manyheads.checker.candidates.probe import open_adapter
+from manyheads.checker.isolation.candidate import Candidate
 from manyheads.checker.oracle import Attention, Inputs, Weights
 from manyheads.checker.overrides import compose
-from manyheads.checker.parts import Alibi, Window, select_buckets
+from manyheads.checker.parts import Alibi, NoWindow, Window, select_buckets
 from tests.unit.checker import modern
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick")
@@ -46,6 +51,9 @@ RIGHT = {
     "Sinks": ["rotary encoding", "sliding window of 4 keys"],
     "BiWindow": ["window of 2 tokens on both sides"],
     "AlibiBi": ["ALiBi"],
+    "Streaming": ["rotary encoding", "sliding window of 4 keys and the first 1"],
+    "SinkNTK": ["base 80000", "sliding window of 3 keys"],
+    "Cosine": ["L2 norm of q and k per head", "times the exponential of `log_factor`"],
 }  # fmt: skip
 
 # A class, what is replaced in it by what, and the names of the bug.
@@ -84,6 +92,17 @@ WRONG: list[tuple[str, dict[str, str], set[str]]] = [
     ("GemmaLike", {"s = torch.tanh(s / self.softcap) * self.softcap": ""}, {"cap-missing"}),
     ("GemmaLike", {"self.theta **": "500.0 **"}, set()),
     ("Sinks", {"[..., :-1]": "[..., 1:]"}, set()),
+    ("Streaming", {"start = past": "start = 0 if cache is None else self.n_heads"}, {"rotary-offset-miscounted"}),
+    ("Streaming", {"q, k = self.rope(q, start), self.rope(k, start)": "q = self.rope(q, start)",
+                   "        i, j = ": "        k = self.rope(k, 0)\n        i, j = "}, {"rotary-again"}),
+    ("Streaming", {"(i - j < self.window)": "(i - past - j < self.window)"}, {"window-misplaced"}),
+    ("Streaming", {"(j <= i) & ((i - j < self.window) | (j < self.first))": "(j <= i) & (i - j < self.window) | (j < self.first)", "first_tokens=1": "first_tokens=2",
+                   "padding_mask=None, ": "", "if padding_mask is not None:": "if False:"}, {"window-first-not-causal"}),
+    ("Streaming", {"| (j < self.first))": "| (j < self.first) | torch.tensor(padding_mask is None))"}, {"window-ignored"}),
+    ("Streaming", {"i - j < self.window": "i - j <= self.window"}, {"window-off"}),
+    ("Streaming", {"first_tokens=1": "first_tokens=1, use_window=False"}, {"window-unasked"}),
+    ("SinkNTK", {"ntk_alpha ** (d / (d - 2))": "ntk_alpha ** 0"}, {"rotary-base"}),
+    ("Cosine", {"F.normalize(q, dim=-1), F.normalize(k, dim=-1)": "F.normalize(q, dim=-2), F.normalize(k, dim=-2)"}, {"norm-axis"}),
 ]  # fmt: skip
 
 
@@ -110,7 +129,15 @@ def build(
     return getattr(module, (names or {}).get(name, name))
 
 
-@pytest.mark.parametrize("name", RIGHT)
+LONG = {"Streaming", "SinkNTK", "Cosine"}  # classes that are checked in the full tier
+
+
+def by_tier(name: str, *values: Any) -> Any:
+    """Return the parameters of a test, in the full tier if its class is checked there."""
+    return pytest.param(name, *values, marks=[pytest.mark.full] * (name in LONG))
+
+
+@pytest.mark.parametrize("name", [by_tier(name) for name in RIGHT])
 def test_parts_are_recognized(name: str) -> None:
     report = checker.check(getattr(modern, name))
     notes = "\n".join(report.notes)
@@ -118,7 +145,7 @@ def test_parts_are_recognized(name: str) -> None:
     assert all(part in notes for part in RIGHT[name]), notes
 
 
-@pytest.mark.parametrize(("name", "edits", "bugs"), WRONG)
+@pytest.mark.parametrize(("name", "edits", "bugs"), [by_tier(*each) for each in WRONG])
 def test_a_wrong_twin_is_named(name: str, edits: dict[str, str], bugs: set[str], tmp_path: Path) -> None:
     report = checker.check(build(tmp_path, name, edits))
     assert not report.passed
@@ -228,6 +255,42 @@ class Cached(nn.Module):
         report = checker.check(f"{path}:Cached")
         assert report.passed == (not bugs), report
         assert [found.bug for found in report.diagnosis] == bugs, report
+
+
+# -- inputs ----------------------------------------------------------------------------------------
+
+
+def adapt(target: Any, kind: str = "self") -> AttentionAdapter:
+    """Return the adapter of a class, for use within `torch.no_grad`."""
+    adapter = open_adapter(Candidate(target), Options(kind, False, {}, {}, None))
+    assert isinstance(adapter, AttentionAdapter)
+    return adapter
+
+
+def test_padding_leaves_a_key_in_each_window() -> None:
+    with torch.no_grad():
+        adapter = adapt(modern.Streaming)
+        right = adapter.right(adapter.weights)
+        assert isinstance(right, Attention)
+        for seed, t in product(range(20), (5, 9, 12)):
+            x = adapter.scenarios(seed, t=t)["padding"]
+            assert x.padding is not None
+            assert not x.padding.all()
+            right(x)
+            assert right.visible is not None
+            assert right.visible.any(-1).all()
+
+
+def test_a_flag_turns_off_a_window() -> None:
+    class Off(modern.Streaming):
+        def __init__(self, dim: int, n_heads: int, use_sliding_window: bool = False) -> None:
+            super().__init__(dim, n_heads, first_tokens=0)
+
+    with torch.no_grad():
+        adapter = adapt(Off)
+    [part] = [part for part in adapter.parts if isinstance(part, NoWindow)]
+    assert part.window == Window(4)
+    assert str(part) == "no window, because use_sliding_window is False"
 
 
 # -- parts alone -----------------------------------------------------------------------------------

@@ -1019,3 +1019,42 @@ def test_checks_work_beside_many_open_files(folder: Path) -> None:
             stack.callback(os.close, os.dup(1))
         candidate = stack.enter_context(CandidateProcess(f"{folder / 'candidates.py'}:factory"))
         assert candidate.describe().name == "Head"
+
+
+class Growing(nn.Module):
+    """Adds a table of positions, which is lengthened when it is too short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grow(4)
+
+    def grow(self, length: int) -> None:
+        self.length = length
+        self.register_buffer("table", torch.arange(float(length)), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > self.length:
+            self.grow(len(x))
+        return x + self.table[: len(x)]
+
+
+def test_a_table_that_a_call_lengthens_is_restored_with_its_length() -> None:
+    with Candidate(Growing) as candidate, torch.no_grad():
+        candidate.build({})
+        for dtype in (None, torch.float16, None):
+            x = torch.zeros(9)
+            assert torch.equal(candidate.call(Call((x,), dtype=dtype)).output.float(), torch.arange(9.0))
+        assert candidate.weights()["table"].shape == (4,)
+        assert candidate.instance.length == 4
+
+
+def test_buffers_may_keep_their_dtype() -> None:
+    class Dtypes(Growing):
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            return [x, self.table]
+
+    with Candidate(Dtypes) as candidate, torch.no_grad():
+        candidate.build({})
+        for casts, expected in ((True, torch.float16), (False, torch.float32)):
+            call = Call((torch.zeros(2),), dtype=torch.float16, casts_buffers=casts)
+            assert [x.dtype for x in candidate.call(call).output] == [torch.float16, expected]

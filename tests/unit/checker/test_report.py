@@ -250,6 +250,45 @@ def test_half_precision_is_judged_without_an_oracle() -> None:
     assert {"float16", "bfloat16"} <= set(by_status(checker.check(wrong), "failed"))
 
 
+class Table(Layer):
+    """Causal self-attention of x `[b, t, e]` with rotary positions, from frequencies that are a buffer."""
+
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__(embed_dim, num_heads)
+        d = embed_dim // num_heads
+        self.register_buffer("frequencies", 10000.0 ** (-torch.arange(0, d, 2) / d))
+
+    def rotate(self, x: Tensor) -> Tensor:
+        angles = torch.outer(torch.arange(x.shape[2]).to(self.frequencies), self.frequencies)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        t = x.shape[1]
+        masked = torch.ones(t, t, dtype=torch.bool).triu(1)
+        scores = self.rotate(q) @ self.rotate(k).mT / q.shape[-1] ** 0.5
+        weights = scores.masked_fill(masked, -math.inf).softmax(-1)
+        return self.o((weights @ v).transpose(1, 2).flatten(2))
+
+
+class RoundedTable(Table):
+    def rotate(self, x: Tensor) -> Tensor:
+        angles = torch.arange(x.shape[2]).to(x.dtype)[:, None] * self.frequencies.to(x.dtype)
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()), -1)
+
+
+@pytest.mark.full
+def test_angles_that_only_casting_of_buffers_rounds_are_a_convention() -> None:
+    found = checker.check(Table)
+    assert found.passed, found
+    assert "With buffers in float32 it is right" in by_status(found, "convention")["bfloat16"].reason
+    assert checker.check(Table, strict="bfloat16").verdict == "failed"
+    assert "bfloat16" in by_status(checker.check(RoundedTable), "failed")
+
+
 # -- the printed report ----------------------------------------------------------------------------
 
 

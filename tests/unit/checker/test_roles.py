@@ -12,6 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from manyheads import checker
+from manyheads.checker.candidates.adapter import Options
+from manyheads.checker.candidates.attention import AttentionAdapter
+from manyheads.checker.candidates.probe import open_adapter, open_with_context
+from manyheads.checker.isolation.candidate import Candidate
 from manyheads.checker.setup import parse_pairs, read_setup
 
 pytestmark = pytest.mark.usefixtures("quick", "one_thread")
@@ -411,3 +415,75 @@ def test_a_file_sets_the_options(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(checker.Unclear, match=match):
             checker.check(Hidden, setup=file)
+
+
+# -- causality with a context ----------------------------------------------------------------------
+
+
+class CachedContext(Base):
+    def forward(self, x: Tensor, context: Tensor, past_key_value: Any = None) -> Tensor:
+        return self.attend(x, context)
+
+
+class Masked(Base):
+    """Attention, causal without a context if `is_causal` is set."""
+
+    def __init__(self, dim: int, heads: int = 1, is_causal: bool = True) -> None:
+        super().__init__(dim, heads)
+        self.is_causal = is_causal
+
+    def masks_future(self, context: Tensor | None) -> bool:
+        return self.is_causal and context is None
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        keys = x if context is None else context
+        keep = torch.ones(x.shape[1], keys.shape[1]).tril().bool()
+        return self.attend(x, keys, keep if self.masks_future(context) else None)
+
+
+class MaskedContext(Masked):
+    def masks_future(self, context: Tensor | None) -> bool:
+        return self.is_causal
+
+
+class Documented(MaskedContext):
+    """Attention. is_causal: mask the future in self-attention."""
+
+
+def adapt(target: Any, kind: str) -> AttentionAdapter:
+    """Return the adapter of a class, for use within `torch.no_grad`."""
+    adapter = open_adapter(Candidate(target), Options(kind, kind == "self", {}, {}, None))
+    assert isinstance(adapter, AttentionAdapter)
+    return adapter
+
+
+def test_a_cached_context_is_not_causal() -> None:
+    with torch.no_grad():
+        assert not adapt(CachedContext, "cross").always_causal
+
+
+@pytest.mark.parametrize("target", [Masked, Documented])
+def test_a_context_is_not_causal(target: Any) -> None:
+    with torch.no_grad():
+        adapter = adapt(target, "self")
+        assert adapter.always_causal
+        crossing = open_with_context(adapter)
+    assert isinstance(crossing, AttentionAdapter)
+    assert not crossing.always_causal
+
+
+def test_a_causal_mask_of_a_context_without_documentation_is_not_judged() -> None:
+    with torch.no_grad():
+        reason = open_with_context(adapt(MaskedContext, "self"))
+    assert isinstance(reason, str)
+    assert reason.startswith("built with is_causal=True, it masks later keys of context too")
+
+
+@pytest.mark.full
+def test_a_causal_mask_of_a_context_is_named() -> None:
+    assert checker.check(Masked, heads=2).passed
+    report = checker.check(Documented, heads=2)
+    assert [found.bug for found in report.diagnosis] == ["causal-unasked"], report
+    report = checker.check(MaskedContext, heads=2)
+    assert report.verdict == "not judged", report
+    assert checker.check(MaskedContext, heads=2, args={"context": "ignore"}).passed  # as the report says

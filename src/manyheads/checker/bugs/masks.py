@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -85,6 +85,19 @@ def add_triangle(oracle: Attention, step: Callable[[Tensor], Tensor], scores: Te
     """Add 1 to the scores of visible keys, which a causal mask of ones and zeros does that is added."""
     triangle = Attention.causal_mask(oracle)
     return step(scores) if triangle is None else step(scores) + triangle
+
+
+def triangles() -> list[type[Oracle]]:
+    """Return oracles with a causal mask in calls that aren't causal, counted from the first or the last key."""
+
+    def mask(
+        oracle: Attention, step: Callable[[], Tensor | None], shift: Callable[[int], int]
+    ) -> Tensor | None:
+        (i, j), x = oracle.positions(), oracle.x
+        return step() if x.causal else (j <= i + shift(x.s - x.t))[None, None]
+
+    shifts: list[Callable[[int], int]] = [lambda n: 0, lambda n: max(n, 0), lambda n: n]
+    return [wrap(causal_mask=partial(mask, shift=shift)) for shift in shifts]
 
 
 def divide_visible(oracle: Attention, weights: Tensor) -> Tensor:
@@ -165,6 +178,8 @@ BUGS = [
         override(given_mask=none, padding_mask=none, add_bias=same), ALL_MASKS),
     Bug("padding-ignored", "that attends to padding", f"mask padded keys: {BEFORE}", override(padding_mask=none), ALL_MASKS),
     Bug("causal-ignored", "without a causal mask", f"mask the future, keys j > i: {BEFORE}", override(causal_mask=none)),
+    Bug("causal-unasked", "that masks later keys although it isn't causal, such as those of a context",
+        "apply the causal mask to self-attention alone, and only if it is asked for", *triangles()),
     Bug("causal-strict", "whose causal mask masks the query's own position too", TRIL, override(is_past=lambda o, i, j: j < i)),
     Bug("causal-late", "whose causal mask leaves one future key visible", TRIL, override(is_past=lambda o, i, j: j <= i + 1)),
     Bug("causal-flipped", "whose causal mask is flipped: a query attends to itself and to the future", TRIL,

@@ -8,6 +8,7 @@ by nothing.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -26,6 +27,7 @@ from manyheads.checker.parts import (
     Bias,
     Gate,
     Norm,
+    NoWindow,
     Part,
     Residual,
     RotaryPositions,
@@ -127,14 +129,19 @@ def other_bases(part: RotaryPositions) -> list[Replacement]:
 
 
 def miscounted(part: RotaryPositions) -> list[Replacement]:
-    """Return an encoding whose cache counts calls, sequences, heads, key heads or the head size."""
+    """Return an encoding whose cache counts calls, sequences, heads, key heads or the head size.
 
-    def begin(oracle: Attention, steps: tuple[int, ...], n: int) -> int:
+    It counts them in each step, or reads them once off a cache that isn't empty.
+    """
+
+    def begin(oracle: Attention, steps: tuple[int, ...], n: int, most: int) -> int:
         weights = oracle.weights
         sizes = () if weights is None else (weights.heads, weights.key_heads, weights.head_size)
-        return (len(steps) - 1) * (1, oracle.x.b, *sizes)[n]
+        return min(len(steps) - 1, most) * (1, oracle.x.b, *sizes)[n]
 
-    return changed(begin=[partial(begin, n=n) for n in range(5)])(part)
+    return changed(begin=[partial(begin, n=n, most=most) for most in (sys.maxsize, 1) for n in range(5)])(
+        part
+    )
 
 
 def empty_slot(part: Window) -> list[Replacement]:
@@ -147,6 +154,24 @@ def empty_slot(part: Window) -> list[Replacement]:
         return x * (torch.arange(call.s) != call.s - part.size)[:, None]
 
     return [(part, Wrong(wrap(encode_heads=encode)))]
+
+
+def misplaced_window(part: Window) -> list[Replacement]:
+    """Return a window whose queries are counted without the cache, or shifted by it the wrong way."""
+
+    def visible(oracle: Attention, n: int) -> Tensor:
+        i, j = oracle.positions()
+        return part.visible(i - n * oracle.x.offset, j)
+
+    return wrong(*(wrap(masks=lambda o, step, n=n: [*step(), visible(o, n)]) for n in (1, 2)))
+
+
+def first_not_causal(part: Window) -> list[Replacement]:
+    """Return a window whose first tokens are visible to the queries before them too."""
+    if not part.first:
+        return []
+    shown = transform(causal_mask=lambda o, mask: mask | (o.positions()[1] < part.first))
+    return [(part, Wrong(shown))]
 
 
 # -- scores ----------------------------------------------------------------------------------------
@@ -234,11 +259,19 @@ BUGS: list[PartBug] = [
         "read the length of the cache before the step's keys are added to it", RotaryPositions, changed(begin=lambda o, steps: sum(steps), moved=["q", "k", "qk"])),
     PartBug("rotary-offset-miscounted", "whose cache doesn't count tokens but calls, or another axis such as the heads: rotary positions are wrong after the first step",
         "add the number of new tokens, the axis of k that the sequence is on", RotaryPositions, miscounted),
+    PartBug("rotary-again", "that rotates the keys in its cache again in each step", "cache keys after they are rotated and rotate the new ones alone, or cache them before",
+        RotaryPositions, changed(rotates_again=True)),
     PartBug("window-off", "whose window is too wide or too narrow, often by one key", WINDOW, Window,
         lambda part: changed(size=[part.size - 1, part.size + 1, part.size + 2, part.size // 2])(part)),
     PartBug("window-slot-empty", "whose rolling cache moves on one token too early: an empty slot stands in place of the oldest key of its window",
         "let the oldest token go when the cache is full, at seen >= window, not before", Window, empty_slot),
     PartBug("window-ignored", "without its window", WINDOW, Window, without),
+    PartBug("window-misplaced", "whose window in a step with a cache begins too early, because its queries aren't counted from the cache's end",
+        "the query of row r is at position i = r + the cache's length: .triu(diagonal=past - window + 1)", Window, misplaced_window),
+    PartBug("window-first-not-causal", "whose first tokens, which its window always shows, are visible before they occur", "the causal condition holds for them too: (j ≤ i) & ((i − j < window) | (j < first))",
+        Window, first_not_causal),
+    PartBug("window-unasked", "with a window although the flag for it is off", "apply the window only where its flag is on", NoWindow,
+        lambda part: [(part.window,)]),
     PartBug("window-both-sides", "whose window reaches into the future too", WINDOW, Window,
         lambda part: [(replace(part, kind="both sides"), Wrong(override(causal_mask=lambda o: None)))]),
     PartBug("window-inverted", "that masks what is inside its window", WINDOW, Window,

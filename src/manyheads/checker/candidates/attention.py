@@ -34,7 +34,7 @@ from manyheads.checker.oracle import (
     exact,
     largest_difference,
 )
-from manyheads.checker.parts import Window
+from manyheads.checker.parts import NoWindow, Window
 from manyheads.shapes import sizes
 
 if TYPE_CHECKING:
@@ -356,9 +356,17 @@ class AttentionAdapter(Adapter):
         keep = self.first_shared(keep)
         if self.always_causal or first_key:
             keep[..., 0] = True
-        if any(isinstance(part, Window) for part in self.parts):  # which the first key may not be in
+        if windows := self.window_sizes():  # which the first key may not be in
             keep |= torch.eye(x.t, x.s, dtype=torch.bool)
+            if x.padding is not None:  # which may mask the query's own key
+                keep[..., :: max(2, min(windows) - 1)] = True
         return x.but(keep=keep)
+
+    def window_sizes(self) -> list[int]:
+        """Return the sizes of the windows that the candidate has or may have."""
+        sets = [self.parts] if self.parts else self.plausible
+        parts = [part.window if isinstance(part, NoWindow) else part for each in sets for part in each]
+        return [part.size for part in parts if isinstance(part, Window)]
 
     def random_segments(self, x: Inputs, g: torch.Generator, _: bool = False) -> Inputs:
         """Return x with a mask of neighboring segments, the first token's by itself in some batch entries."""
@@ -371,10 +379,15 @@ class AttentionAdapter(Adapter):
         """Return x with padding at the end and, unless given as lengths, elsewhere except the first token.
 
         A candidate may count positions without padding. There, padding has no gaps: it is at the end, and in
-        every other entry at the start unless this masks all keys of a causal query.
+        every other entry at the start unless this masks all keys of a causal query. No window is all padding,
+        because correct code differs in the output of a query without visible keys.
         """
         lengths = torch.randint(1, x.s + 1, (x.b,), generator=g)
         lengths[0] = max(1, x.s - 2)
+        windows = self.window_sizes()
+        is_prefix = self.counts_tokens or any(form.letters == "lengths" for _, form in self.forms.values())
+        if windows and is_prefix:
+            lengths = lengths.clamp_min(max(1, x.s - min(windows) + 1))
         padding = torch.arange(x.s) < lengths[:, None]
         if any(form.letters == "lengths" for _, form in self.forms.values()):
             return x.but(padding=padding)
@@ -385,6 +398,8 @@ class AttentionAdapter(Adapter):
             gaps[:, 0] = False
             gaps[0, 1:2] = x.s > 4  # before a token that isn't padding
             padding = padding & ~gaps
+            if windows:  # a key of each window, also of one that is too short by one
+                padding[:, :: max(2, min(windows) - 1)] = True
         return x.but(padding=padding)
 
     def scenarios(self, seed: int, s: int = S, t: int = T, b: int = B) -> dict[str, Inputs]:

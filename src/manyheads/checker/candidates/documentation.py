@@ -353,14 +353,14 @@ def documented_layout(description: Description, text: str) -> str | None:
     return "sequence" if re.search(unpacking, description.source) else None
 
 
-def causal_reason(description: Description, text: str) -> str | None:
+def causal_reason(description: Description, text: str, kind: str) -> str | None:
     """Return why a candidate without a causal argument is considered causal, or None.
 
     Documentation counts only if the candidate takes no mask, because it may mention masks that callers pass.
+    A decoder's attention to a context, whose keys may be cached, isn't causal.
     """
-    if re.search(
-        r"(?<!non)(?<!non_)causal|masked_?(self|multi|attention)|autoregress|decoder", description.name, re.I
-    ):
+    names_it = r"(?<!non)(?<!non_)causal|masked_?(self|multi|attention)|autoregress"
+    if re.search(names_it if kind == "cross" else f"{names_it}|decoder", description.name, re.I):
         return "its name"
     for name in description.buffers:
         if re.search(r"tril|causal|triangle|(^|\.)(bias|mask|attn_mask)$", name):
@@ -372,9 +372,19 @@ def causal_reason(description: Description, text: str) -> str | None:
         mentions = r"(?<!not )(?<!non-)\bcausal|autoregressive|can't see the future|no look-?ahead"
         if re.search(mentions, text, re.I):
             return "its documentation"
-        if "cache" in roles:
+        if "cache" in roles and kind != "cross":
             return "its cache of earlier keys"
     return "the triangle in its code" if makes_triangle(parse(description.source)) else None
+
+
+def says_context_is_visible(context: str, text: str) -> bool:
+    """Return True if documentation says that all of a context is visible, or causal masks are for others."""
+    own = r"\bself[- _]?attention\b"
+    of_self = rf"\b(?:causal|future)\b[^.;]{{0,60}}{own}|{own}[^.;]{{0,60}}\bcausal"
+    of_context = (
+        rf"\b(?:{re.escape(context)}|cross[- _]?attention)\b[^.;]{{0,100}}\b(?:all|every|not causal)\b"
+    )
+    return re.search(f"{of_self}|{of_context}", text, re.I) is not None
 
 
 def makes_triangle(node: ast.AST) -> bool:

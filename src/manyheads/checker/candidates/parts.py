@@ -22,8 +22,9 @@ from torch import Tensor
 
 from manyheads.checker.candidates.adapter import D, S
 from manyheads.checker.candidates.attention import POSITIONS, SEQUENCES, AttentionAdapter
-from manyheads.checker.candidates.documentation import documented_mechanism, parse
+from manyheads.checker.candidates.documentation import documented_mechanism, parse, read_mask
 from manyheads.checker.candidates.errors import UnexpectedOutput
+from manyheads.checker.candidates.forms import KEY_MASKS, NUMBERS
 from manyheads.checker.encodings import Interleaved, Rotary
 from manyheads.checker.isolation.describe import Description
 from manyheads.checker.isolation.errors import CodeError
@@ -34,6 +35,7 @@ from manyheads.checker.parts import (
     Alibi,
     Gate,
     Norm,
+    NoWindow,
     NullKeys,
     Part,
     Residual,
@@ -67,6 +69,7 @@ COUNTS_ITSELF = (
 )
 UNSCALED = "as usual with a learned bias or factor"
 NO_SINK = -1e4
+COSINES = r"(?i:cosine|l2)|F\.normalize"  # in code or documentation of scores that are cosines
 QUERY_KEY_NORM = re.compile(r"(^|[._])(qk?|k|query|key)_?(norm|scale|gamma|ln|layernorm)", re.I)
 POSITION_TABLE = re.compile(r"rel|pos|bias_table|slope", re.I)
 
@@ -78,10 +81,9 @@ def find_parts(adapter: AttentionAdapter) -> None:
     adapter.notes += map(str, adapter.parts)
     name_mechanism(adapter)
     reach_caps(adapter)
-    windows = [
-        window.size for parts in (adapter.parts, *adapter.plausible) for window in select(parts, Window)
-    ]
-    adapter.length = max([adapter.length, *(size + 3 for size in windows)])
+    found = [part for parts in (adapter.parts, *adapter.plausible) for part in parts]
+    windows = select(found, Window) + [part.window for part in select(found, NoWindow)]
+    adapter.length = max([adapter.length, *(window.size + 3 for window in windows)])
     if adapter.unknown or select(adapter.parts, RotaryPositions) or POSITIONS & set(adapter.arguments):
         return
     used = {path for part in adapter.parts for path in part.paths}
@@ -251,19 +253,47 @@ class Search:
             if self.confirm(self.refine(found, readings[n]), n):
                 self.add_stated_parts()
                 return
-        stated = tuple(Window(size) for size in self.window_sizes()[:1])
-        self.describe_unknown(effective, outer, surroundings, inside or stated)
+        self.describe_unknown(effective, outer, surroundings, inside or self.stated_window())
 
     def window_sizes(self) -> list[int]:
-        """Return the sizes of windows that a caller sets, if the candidate masks by itself."""
+        """Return the sizes of windows that a caller sets, if the candidate masks by itself.
+
+        It does if no mask of its callers can have a window.
+        """
         adapter = self.adapter
-        names = {*adapter.init, *adapter.description.attributes} if not adapter.masks else set()
+        of_keys = [
+            role.endswith("of-keys") or role in NUMBERS or is_documented_for_keys(name, adapter.text)
+            for name, role in adapter.masks.items()
+        ]
+        names = {*adapter.init, *self.numbers.given, *adapter.description.attributes}
+        names = names if all(of_keys) and not self.flags_off() else set()
         given = self.numbers.named_like(r"window").items()
         return [int(x) for name, x in given if name in names and 1 <= x <= 128]
+
+    def stated_window(self) -> Parts:
+        """Return the window that a caller sets, if there is one."""
+        return tuple(Window(size, first=self.count_first()) for size in self.window_sizes()[:1])
+
+    def count_first(self) -> int:
+        """Return the number of first tokens that a window always shows, as a caller sets it."""
+        named = self.numbers.named_like(r"(?:sink|first|global|prefix)_?(?:token|size|len|num|$)", given=True)
+        return next((int(x) for x in named.values() if type(x) is int and 1 <= x <= 16), 0)
+
+    def flags_off(self) -> list[str]:
+        """Return the flags of a window that are off."""
+        description = self.adapter.description
+        arguments = {arg.name: arg.default for arg in description.init or ()}
+        values = {**arguments, **description.settings, **description.attributes, **self.adapter.init}
+        flag = r"(?:use|enable|apply|with)_(?:\w+_)?window(?:_attention)?"
+        return [name for name, x in values.items() if x is False and re.fullmatch(flag, name)]
 
     def add_stated_parts(self) -> None:
         """Add the parts that a caller sets by a number and that the outputs lack, so that checks fail."""
         adapter = self.adapter
+        for flag in self.flags_off()[:1]:
+            adapter.parts = tuple(
+                NoWindow(flag, part) if isinstance(part, Window) else part for part in adapter.parts
+            )
         is_exact = re.search(COUNTS_ITSELF, adapter.text, re.I)
         for size in self.window_sizes():
             legal = {"sliding": {size} if is_exact else {size, size + 1}}
@@ -271,7 +301,7 @@ class Search:
             windows = select(adapter.parts, Window)
             if not any(part.size in legal.get(part.kind, {part.size}) for part in windows):
                 rest = tuple(part for part in adapter.parts if part not in windows)
-                adapter.parts = (*rest, Window(size))
+                adapter.parts = (*rest, Window(size, first=self.count_first()))
         for cap in self.numbers.named_like(r"soft_?cap|logit_?cap").values():
             if cap > 0 and not select(adapter.parts, Softcap):
                 adapter.parts = (*adapter.parts, Softcap(float(cap)))
@@ -487,7 +517,10 @@ class Search:
             places += [("input", role) for role in roles if role != "qk"]
         yield from self.norms(paths, places)
         if n in (1, h) and len(paths) == 1:
-            yield from (Temperature(path, form) for form in ("factor", "exponential", "divisor"))
+            has_exponential = re.search(r"\bexp\(", self.adapter.description.source)
+            forms = ["factor", "exponential", "divisor"]
+            forms.sort(key=lambda form: has_exponential is not None and form != "exponential")
+            yield from (Temperature(path, form) for form in forms)
             yield Alibi(path, is_symmetric=not self.adapter.always_causal)
         if len(shape) >= 2 and h in shape and len(paths) == 1:
             if len(shape) > 2 and shape[-1] == shape[-2]:
@@ -514,10 +547,10 @@ class Search:
         """Yield norms of q and k without parameters, if the code has a norm."""
         text = self.adapter.description.source + self.adapter.text
         if re.search(r"norm", text, re.I):
+            if re.search(f"{COSINES}|qk_?norm", text, re.I):
+                yield (Norm("L2"),)
             yield (Norm("RMS"),)
             yield (Norm("layer"),)
-            if re.search(r"cosine|l2|F\.normalize|qk_?norm", text, re.I):
-                yield (Norm("L2"),)
 
     def encodings(self) -> list[Parts]:
         """Return the encodings of positions without parameters, the likely ones first."""
@@ -537,6 +570,13 @@ class Search:
             given = product(sizes, pairs)
             return [(RotaryPositions(pair, n, self.size, is_given=True),) for n, pair in given]
         bases = [float(x) for x in self.numbers.named_like(r"base|theta", given=True).values() if x > 1]
+        if re.search(r"\bntk", text, re.I):  # its base is multiplied by a power of a factor
+            alphas = [x for x in self.numbers.named_like(r"ntk|alpha", given=True).values() if x > 1]
+            d = sizes[0]
+            scaled = [
+                base * alpha ** (d / (d - 2)) for base, alpha in product(bases or BASES, alphas) if d > 2
+            ]
+            bases = scaled + bases * (not scaled or "dynamic" in text.lower())
         scaling = self.numbers.named_like(r"factor|scaling", given=True).values()
         factors = [1.0, *(y for x in scaling if x not in (0, 1) for y in (1 / x, x))]
         computed = product((1, -1), bases or BASES, factors, sizes, pairs)
@@ -566,7 +606,8 @@ class Search:
             found.append(Scale(1.0, "as documented"))
         if "relative_attention_num_buckets" in self.numbers.named:
             found.append(Scale(1.0, "as in T5"))
-        return [*found, Scale(1.0, UNSCALED)]
+        unscaled = [Scale(1.0, UNSCALED)]
+        return unscaled + found if re.search(COSINES, self.adapter.description.source) else found + unscaled
 
     # -- comparison --------------------------------------------------------------------------------
 
@@ -580,6 +621,12 @@ class Search:
             except (RuntimeError, IndexError, ZeroDivisionError):
                 return float("inf")
         return worst
+
+
+def is_documented_for_keys(name: str, text: str) -> bool:
+    """Return True if documentation states shapes of a mask, and all are of keys alone."""
+    documented = read_mask(name, text)
+    return bool(documented.shapes) and not documented.has_queries and documented.shapes <= {*KEY_MASKS}
 
 
 def select(parts: Iterable[Part], kind: type[Kind]) -> list[Kind]:

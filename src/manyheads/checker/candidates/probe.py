@@ -128,6 +128,8 @@ def open_with_context(adapter: Adapter) -> AttentionAdapter | str:
         )
     except Unclear as error:
         return f"with a context: {error}"
+    if crossing.arguments["context"] in crossing.unjudged:
+        return crossing.unjudged[crossing.arguments["context"]]
     crossing.unjudged |= {name: reason for name, reason in unused.items() if reason}
     x = crossing.draw(torch.Generator().manual_seed(6), s=S)
     changed = crossing.changed_queries(x, crossing.change_key(x, 2))
@@ -415,15 +417,24 @@ def find_causality(adapter: AttentionAdapter, g: torch.Generator) -> None:
     is_crossing = adapter.kind == "cross" and adapter.arguments["context"] not in required
     reason = None
     if not has_implementations(adapter.description):  # of transformers, where it isn't a mask
-        if on:
+        if on and not is_crossing:
             reason = f"built with {on[0]}=True"
         elif not is_crossing and not any(adapter.init.get(name) is False for name in flags):
-            reason = documentation.causal_reason(adapter.description, adapter.text)
+            reason = documentation.causal_reason(adapter.description, adapter.text, adapter.kind)
     if reason is None:
         x = adapter.draw(g, t=T, s=None)
         visible = adapter.visible_keys(x) if x.t == x.s else None
         if visible is not None and not visible.triu(1).any() and visible.tril(-1).any():
             reason = "no later token affects an earlier one"
+    if reason is not None and is_crossing and on:
+        # A layer that masks the future of its own tokens usually attends to all of a context.
+        context = adapter.arguments["context"]
+        if documentation.says_context_is_visible(context, adapter.text):
+            return
+        adapter.unjudged[context] = (
+            f"built with {on[0]}=True, it masks later keys of {context} too, and nothing says whether that "
+            "is meant."
+        )
     if reason is not None:
         adapter.always_causal = True
         adapter.notes.append(f"assumed to be causal ({reason})")

@@ -70,6 +70,7 @@ class Call:
         training: The mode of the module.
         dtype: A dtype to which a copy of the module and every floating argument are cast.
         rounding: A dtype to which a copy of the module is cast and back, so that its parameters are rounded.
+        casts_buffers: Whether buffers are cast and rounded too.
         compiled: Whether to call it through torch.compile.
         seed: The random seed.
         memory: Whether to measure the peak of memory.
@@ -85,6 +86,7 @@ class Call:
     training: bool = False
     dtype: torch.dtype | None = None
     rounding: torch.dtype | None = None
+    casts_buffers: bool = True
     compiled: bool = False
     seed: int = 0
     memory: bool = False
@@ -137,6 +139,7 @@ class Candidate(contextlib.AbstractContextManager["Candidate"]):
         self.is_class = isinstance(unwrap_partial(self.target), type)
         self.instance = None if self.is_class else self.target
         self._loaded: Snapshot | None = None  # of the instance before its first call
+        self._is_resized = False  # whether the last call replaced buffers by some of another size
 
     def describe(self) -> Description:
         """Describe the class, or the instance if it has been built."""
@@ -196,7 +199,12 @@ class Candidate(contextlib.AbstractContextManager["Candidate"]):
         """
         if self._loaded is None:
             self._loaded = Snapshot(self._built())
-        return self._call(call, [], keeps_changes=False)
+        try:
+            return self._call(call, [], keeps_changes=False)
+        finally:
+            if self._is_resized:  # attributes may say how long a table is that was lengthened
+                self._is_resized = False
+                self._restore_loaded()
 
     def call_sequence(self, calls: tuple[Call, ...]) -> tuple[Answer, ...]:
         """Make several calls from the state before the first call; each sees the changes of those before it.
@@ -222,6 +230,11 @@ class Candidate(contextlib.AbstractContextManager["Candidate"]):
         if self._loaded is not None:
             self._loaded.restore()
         self._loaded = Snapshot(self._built())
+
+    def _undo(self, state: State, before: Snapshot) -> None:
+        """Restore parameters and buffers after a call, and note whether the instance's own were resized."""
+        self._is_resized = state.module is self.instance and state.is_resized()
+        before.restore()
 
     def functions(self) -> dict[str, tuple[Argument, ...]]:
         """Return the arguments of what `Call.function` can name: its methods, and the classes in its file."""
@@ -274,10 +287,10 @@ class Candidate(contextlib.AbstractContextManager["Candidate"]):
             stack.enter_context(seeded(call.seed))
             stack.enter_context(torch.set_grad_enabled(call.cotangent is not None))
             try:
-                candidate = cast_module(candidate, call.dtype, call.rounding)
+                candidate = cast_module(candidate, call)
                 state = State(candidate)
                 if not keeps_changes:
-                    stack.callback(state.snapshot().restore)
+                    stack.callback(self._undo, state, state.snapshot())
                 stack.callback(state.restore)
                 state.set_mode(call.training)
                 function = self._find_function(call.function) if call.function else candidate
@@ -402,15 +415,21 @@ def in_own_thread(function: Callable[..., Any], name: str) -> Callable[..., Any]
     return call
 
 
-def cast_module(candidate: Any, dtype: torch.dtype | None, rounding: torch.dtype | None) -> Any:
+def cast_module(candidate: Any, call: Call) -> Any:
     """Return a copy of a module, rounded and cast; complex and integer buffers keep their dtype."""
+    dtype, rounding = call.dtype, call.rounding
     if (dtype is None and rounding is None) or not isinstance(candidate, nn.Module):
         return candidate
 
     def cast(x: Tensor) -> Tensor:
         return x.to(rounding or x.dtype).to(dtype or x.dtype) if x.is_floating_point() else x
 
-    return copy.deepcopy(candidate)._apply(cast)
+    module = copy.deepcopy(candidate)
+    buffers = [] if call.casts_buffers else [{**each._buffers} for each in module.modules()]
+    module._apply(cast)
+    for each, before in zip(module.modules(), buffers, strict=False):
+        each._buffers.update(before)
+    return module
 
 
 # -- backward, compiler, memory --------------------------------------------------------------------

@@ -317,6 +317,13 @@ class State:
             if name not in now or name not in self.tensors or not is_same(now[name][1], x):
                 yield kind, name
 
+    def is_resized(self) -> bool:
+        """Return True if a parameter or buffer has another shape than then."""
+        before = self.tensors
+        return any(
+            name in before and x.shape != before[name][1].shape for _, name, x in module_tensors(self.module)
+        )
+
     def restore(self) -> None:
         """Restore global state and modes."""
         restore_globals(self.globals)
