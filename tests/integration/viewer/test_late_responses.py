@@ -101,10 +101,10 @@ def test_keys_do_nothing_before_the_tokens_of_the_text_arrive(page: Page, served
     opened(page, served, a_map(10), at="#page=text")
     page.keyboard.press("ArrowRight")
     tokens.release()
-    expect(page.locator("aside.beside")).to_have_attribute("data-token", "0")
+    expect(page.locator("aside.beside")).to_have_attribute("data-token", "9")
     page.keyboard.press("ArrowRight")
-    expect(page.locator("aside.beside")).to_have_attribute("data-token", "0")
-    has_in_url(page, "token=0")
+    expect(page.locator("aside.beside")).to_have_attribute("data-token", "9")
+    has_in_url(page, "token=9")
 
 
 def test_the_heads_of_a_pair_are_those_of_the_last_choice(page: Page, served: list[Server]) -> None:
