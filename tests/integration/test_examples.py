@@ -445,6 +445,26 @@ def test_the_commands_to_train_on_several_processes_run(tmp_path: Path) -> None:
         assert json.loads((tmp_path / model / "state.json").read_text())["step"] == step
 
 
+ATLASES = re.findall(
+    r"^    ((?:manyheads atlas|torchrun) .*)$",
+    (ROOT / "docs" / "guides" / "atlas-of-heads.md").read_text(encoding="utf-8"),
+    re.M,
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", ATLASES)
+def test_an_atlas_is_recorded_as_in_its_guide(command: str, tmp_path: Path) -> None:
+    """By the shipped model, over a short text, on two processes at most."""
+    (tmp_path / "short.txt").write_text("the train left the station on time " * 20, encoding="utf-8")
+    name, *words = shlex.split(command.replace("my-model", "shipped").replace(" 4", " 2"))
+    words[words.index("--text") + 1 : words.index("--out")] = ["short.txt"]
+    start = {"manyheads": "-m manyheads", "torchrun": "-m torch.distributed.run"}[name]
+    done = run([sys.executable, *start.split(), *words], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert manyheads.atlas.open(tmp_path / words[words.index("--out") + 1]).rows("scores")
+
+
 BENCHMARKS = re.findall(
     r"`python (benchmarks/.*?)`", " ".join(page.read_text(encoding="utf-8") for page in PAGES)
 )
@@ -480,7 +500,7 @@ def test_no_example_is_left_out() -> None:
             in_ci = line in script or any(
                 words in line for words in re.findall(r"readme \w+ '(.*?)'", script)
             )
-            here = line in COMMANDS + VIEWS + TRAININGS or "--model" in line or "venv" in line
+            here = line in COMMANDS + VIEWS + TRAININGS + ATLASES or "--model" in line or "venv" in line
             installs = re.search(r"^pip install -c constraints.txt (?:-e )?'\.\[([\w,]+)\]'", line)
             assert in_ci or here or (installs and set(installs[1].split(",")) <= extras), line
     assert BENCHMARKS

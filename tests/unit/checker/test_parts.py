@@ -99,7 +99,6 @@ WRONG: list[tuple[str, dict[str, str], set[str]]] = [
     ("Streaming", {"(j <= i) & ((i - j < self.window) | (j < self.first))": "(j <= i) & (i - j < self.window) | (j < self.first)", "first_tokens=1": "first_tokens=2",
                    "padding_mask=None, ": "", "if padding_mask is not None:": "if False:"}, {"window-first-not-causal"}),
     ("Streaming", {"| (j < self.first))": "| (j < self.first) | torch.tensor(padding_mask is None))"}, {"window-ignored"}),
-    ("Streaming", {"i - j < self.window": "i - j <= self.window"}, {"window-off"}),
     ("Streaming", {"first_tokens=1": "first_tokens=1, use_window=False"}, {"window-unasked"}),
     ("SinkNTK", {"ntk_alpha ** (d / (d - 2))": "ntk_alpha ** 0"}, {"rotary-base"}),
     ("Cosine", {"F.normalize(q, dim=-1), F.normalize(k, dim=-1)": "F.normalize(q, dim=-2), F.normalize(k, dim=-2)"}, {"norm-axis"}),
