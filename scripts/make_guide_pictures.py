@@ -32,7 +32,7 @@ def recording_of(scores: Tensor) -> Recording:
 
 def draw_words(out: Path) -> None:
     """Draw words of different lengths, by two heads of four."""
-    words = ["the", "train", "left", "the", "station", "on", "time", "and", "nobody", "saw", "it"]
+    words = ["the", "train", "left", "the", "station", "on", "time", "and", "we", "saw", "it"]
     starts = [0, 15, 40, 80, 95, 140, 160, 200, 215, 260, 290, 320]
     scores = torch.randn(1, 4, len(words), starts[-1], generator=torch.Generator().manual_seed(0))
     for n, (start, stop) in enumerate(pairwise(starts)):

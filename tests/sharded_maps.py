@@ -21,15 +21,14 @@ from manyheads import AttentionMap, Causal, Diagonal, SameToken, Window, shards,
 from manyheads.distributed import balanced_positions
 from manyheads.distributed.sharded_map import ShardedMap
 from tests.cases import FACTORS, Case, build, make, pairwise, specs
+from tests.sharded import TOKENS, positions_of
 
-TOKENS = 24  # which 2, 3 and 4 ranks divide into two chunks each
 SIZES = (
     (2, 4, 2, 24, 24, 8, 8),
     (1, 6, 1, 24, 24, 5, 3),
     (1, 3, 3, 24, 24, 16, 16),
 )
 CASES = pairwise(FACTORS | {"sizes": SIZES, "offset": ("default",)}, seed=11)
-LAYOUTS = ("contiguous", "balanced", "striped", "scattered")
 IDS = torch.tensor([n * n % 5 for n in range(TOKENS)])
 INSIDE = (Diagonal(-1), SameToken(IDS) & Causal() & ~Diagonal(0), Window(left=3, right=2) | mh.Keys([0]))
 TILES: tuple[Any, ...] = (
@@ -40,19 +39,6 @@ TILES: tuple[Any, ...] = (
     (0, slice(1, None), torch.tensor([23, 0, 11]), slice(4, 9)),
     (0, 0, slice(5, 5)),
 )
-
-
-def positions_of(layout: str, rank: int, ranks: int) -> Tensor:
-    """The positions of a rank's tokens."""
-    n = TOKENS // ranks
-    if layout == "contiguous":
-        return torch.arange(rank * n, (rank + 1) * n)
-    if layout == "balanced":
-        chunks = torch.arange(TOKENS).chunk(2 * ranks)
-        return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]))
-    if layout == "striped":
-        return torch.arange(rank, TOKENS, ranks)
-    return torch.randperm(TOKENS, generator=torch.Generator().manual_seed(5))[rank * n : (rank + 1) * n]
 
 
 def compute(amap: Any, v: Tensor, w_o: Tensor) -> dict[str, Any]:
