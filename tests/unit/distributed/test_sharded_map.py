@@ -17,16 +17,15 @@ from manyheads.statistics import TopKeys
 from manyheads.viewer.pyramid import Pyramid
 from tests.cases import Case, make
 from tests.ranks import on_ranks
+from tests.sharded import LAYOUTS, positions_of
 from tests.sharded_maps import (
     CASES,
-    LAYOUTS,
     PER_QUERY,
     TILES,
     check_properties,
     compute,
     fail,
     long_tensors,
-    positions_of,
     run_cases,
     save_cases,
     save_long,
