@@ -1,12 +1,14 @@
 """Time attention over several processes, compared with one process that has as many threads.
 
-    python benchmarks/distributed.py [--tokens 16384] [--ranks 2] [--dtype float32] [--rounds 3]
+    python benchmarks/distributed.py times [--tokens 16384] [--ranks 2] [--threads 2] [--method ulysses]
     python benchmarks/distributed.py memory [--tokens 16384] [--ranks 1 --ranks 2 --ranks 4]
 
 Batch 1, 8 heads of 64, gloo on the loopback address, one thread for each process. Runs are interleaved
-(A B A B …): all processes together, then the first process alone with as many threads. Medians are printed.
+(A B A B …): the first process alone with as many threads, then all processes together. Medians are printed.
 The efficiency is the time of the one process / the time of the processes. A causal mask uses balanced
-positions. "sent" is what a rank sends, on average, and its minimum.
+positions. "sent" is what a rank sends, on average, and its minimum. "model" is the time of `cost`, whose
+rates are measured: operations per second are those of the one process, bytes per second those of all
+processes that send 16 MB to the next one at once, and the latency is that of the smallest such message.
 
 `memory` prints, for each number of processes, the peak of a process's memory beyond its queries, keys and
 values (Linux). Blocks of more than 1 MB are mapped, so that memory that was freed doesn't count.
@@ -33,7 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import manyheads
 from manyheads import Causal
-from manyheads.distributed import attention, balanced_positions, count_traffic
+from manyheads.distributed import attention, balanced_positions, cost, count_traffic
 
 HEADS, SIZE = 8, 64
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -76,9 +78,34 @@ def once(attend: Callable[..., Tensor], tensors: list[Tensor], gradient: bool) -
         out.backward(upstream)
 
 
-def measure_times(mesh: Any, tokens: int, dtype: torch.dtype, rounds: int, methods: list[str]) -> None:
+def measure_links(mesh: Any, size: int = 16_000_000) -> tuple[float, float]:
+    """Return the bytes per second that a rank sends while all do, and the seconds of an empty message."""
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    times = []
+    for number in (1, size):
+        send, receive = torch.zeros(number, dtype=torch.uint8), torch.empty(number, dtype=torch.uint8)
+        spent = []
+        for _ in range(7):
+            dist.barrier()
+            start = time.perf_counter()
+            work = dist.isend(send, (rank + 1) % ranks)
+            dist.recv(receive, (rank - 1) % ranks)
+            work.wait()
+            spent.append(time.perf_counter() - start)
+        most = torch.tensor([statistics.median(spent)])
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        times.append(float(most))
+    return size / max(times[1] - times[0], 1e-9), times[0]
+
+
+def measure_times(
+    mesh: Any, tokens: int, dtype: torch.dtype, rounds: int, methods: list[str], threads: int
+) -> None:
     """Print times of all processes and of the first alone."""
     ranks, first = mesh.size(), mesh.get_local_rank() == 0
+    rate, latency = measure_links(mesh)
+    if first:
+        print(f"a rank sends {rate / 1e9:.2f} GB/s, latency {latency * 1e6:.0f} µs", flush=True)
     whole = draw(tokens, dtype, 0) if first else []
     for causal in (False, True):
         mask = Causal() if causal else None
@@ -97,7 +124,7 @@ def measure_times(mesh: Any, tokens: int, dtype: torch.dtype, rounds: int, metho
                             once(run, local, gradient)
                         dist.barrier()
                     elif first:
-                        torch.set_num_threads(ranks)
+                        torch.set_num_threads(threads)
                         once(partial(manyheads.attention, mask=mask), whole, gradient)
                         torch.set_num_threads(1)
                     times[name].append(time.perf_counter() - start)
@@ -107,6 +134,8 @@ def measure_times(mesh: Any, tokens: int, dtype: torch.dtype, rounds: int, metho
             if not first:
                 continue
             alone = statistics.median(times["alone"])
+            sizes = {"mask": mask, "heads": HEADS, "size": SIZE, "dtype": dtype, "gradient": gradient}
+            flops = cost(tokens, 1, **sizes).flops
             what = (
                 f"{'causal' if causal else 'full':<7} {'forward and backward' if gradient else 'forward':<21}"
             )
@@ -116,6 +145,10 @@ def measure_times(mesh: Any, tokens: int, dtype: torch.dtype, rounds: int, metho
                 bytes_sent, least = float(sent[name]) / ranks / 1e6, traffic[name].minimum / 1e6
                 print(f"   {name} {spent:6.2f} s, efficiency {alone / spent:4.0%}", end="")
                 print(f", sent {bytes_sent:.1f} MB, minimum {least:.1f} MB", end="")
+                layout = "balanced" if causal else "contiguous"
+                model = cost(tokens, ranks, method=name, layout=layout, **sizes)
+                seconds = model.seconds(flops / alone / ranks, rate, latency)
+                print(f", model {seconds:.2f} s, {model.bytes / 1e6:.1f} MB", end="")
             print(flush=True)
 
 
@@ -125,13 +158,17 @@ def times(
     ranks: Annotated[int, typer.Option(help="Number of processes.")] = 2,
     dtype: Annotated[str, typer.Option(help="Dtype.")] = "float32",
     rounds: Annotated[int, typer.Option(help="Number of rounds.")] = 3,
+    threads: Annotated[int | None, typer.Option(help="Threads of the one process.")] = None,
     method: Annotated[list[str] | None, typer.Option(help="ring or ulysses. Repeatable.")] = None,
 ) -> None:
     """Time the processes, and one process that has as many threads."""
+    threads = threads or ranks
     print(
-        f"torch {torch.__version__}, {dtype}, {tokens:,} tokens, {HEADS} heads of {SIZE}, {ranks} processes"
+        f"torch {torch.__version__}, {dtype}, {tokens:,} tokens, {HEADS} heads of {SIZE}, {ranks} processes, "
+        f"one process with {threads} threads"
     )
-    on_ranks(ranks, measure_times, tokens, getattr(torch, dtype), rounds, method or ["ring", "ulysses"])
+    methods = method or ["ring", "ulysses"]
+    on_ranks(ranks, measure_times, tokens, getattr(torch, dtype), rounds, methods, threads)
 
 
 def peak() -> int:

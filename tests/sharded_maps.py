@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import manyheads as mh
-from manyheads import AttentionMap, Causal, Diagonal, SameToken, Window, shards, storage
-from manyheads.distributed import balanced_positions
+from manyheads import AttentionMap, Causal, Diagonal, SameToken, Window, measures, shards, storage
+from manyheads.distributed import balanced_positions, sharded_map
 from manyheads.distributed.sharded_map import ShardedMap
 from tests.cases import FACTORS, Case, build, make, pairwise, specs
 from tests.sharded import TOKENS, positions_of
@@ -53,6 +55,20 @@ def compute(amap: Any, v: Tensor, w_o: Tensor) -> dict[str, Any]:
     found["has keys"] = [amap.masses(each)[1] for each in INSIDE]
     found["first key"] = amap.mass(amap.first_key())
     found["lse"] = amap.lse
+    layers = [amap, amap.under(Causal())]
+    found["head scores"] = [score.mean_weight(amap, IDS) for score in measures.SCORES.values()]
+    found["head scores"].append(measures.local(amap, 2))
+    found["rollout"] = [measures.rollout(layers, [-1, 5]), measures.rollout_mean(layers, slice(3, None))]
+    found["rollout"].append(measures.rollout(layers[::-1], 7))
+    stored = amap.to(torch.bfloat16)
+    found["between maps"] = [amap.divergence(layers[1]), layers[1].divergence(stored)]
+    found["stored"] = [stored.received(), stored.compact(always=True).logits_max()]
+    found["images"] = [amap.image(5, [4, 3, 2, 9, 8, 7], (2, 3)), amap.image([0, -1], grid=(4, 6))]
+    found["images"].append(amap.to_circuitsvis(max_bytes=1e6)["attention"])
+    if find_spec("xarray") is not None:
+        tile = amap.to_xarray(0, [1, 0], slice(3, 9))
+        assert tile.dims == ("head", "query", "key")
+        found["images"].append(torch.from_numpy(tile.values))
     return found
 
 
@@ -144,6 +160,14 @@ def check_properties(mesh: DeviceMesh) -> None:
         same(smap.mass(build(inside)), one.mass(build(inside))[:, :, at])
         same(smap.mass(build(inside), mean=True), one.mass(build(inside), mean=True))
         same(smap.under(build(inside)).lse, one.under(build(inside)).lse[:, :, at])
+        x = torch.randn(2, 2, tokens, 6, generator=generator, dtype=torch.float64)
+        other = mh.attention_with_map(x, x, x, mask=build(inside))[1]
+        theirs = ShardedMap.of(x[:, :, at], x[:, :, at], mesh=mesh, positions=at, mask=build(inside))
+        same(smap.divergence(theirs), one.divergence(other))
+        same(theirs.divergence(smap), one.divergence(other))
+        for maps in ((smap, theirs), (theirs, smap)):
+            whole_maps = [one if each is smap else other for each in maps]
+            same(measures.rollout(maps, [0, 7]), measures.rollout(whole_maps, [0, 7]))
 
     equal()
 
@@ -204,6 +228,8 @@ def fail(mesh: DeviceMesh, folder: Path) -> dict[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "write_encoded", no_space)
         full_index = message(lambda: smap.save(folder / "before.safetensors"))
+    ids = torch.zeros(8 - rank, dtype=torch.int64)
+    turned = ShardedMap.of(x, x, mesh=mesh, positions=torch.arange(4) + 4 * (1 - rank))
     changed = x.clone()
     in_place = ShardedMap.of(changed, x, mesh=mesh)
     if rank == 1:
@@ -225,7 +251,23 @@ def fail(mesh: DeviceMesh, folder: Path) -> dict[str, str]:
         "changed": message(in_place.entropy),
         "dense": message(lambda: smap.dense(max_bytes=100)),
         "pickle": message(lambda: pickle.dumps(smap)),
-        "image": message(lambda: smap.image(0)),
+        "grid": message(lambda: smap.image(0, grid=(3, 3))),
+        "image": message(lambda: smap.image(99 if rank else 0, grid=(2, 4))),
+        "xarray": message(lambda: smap.to_xarray(0, max_bytes=10)),
+        "view": message(lambda: smap.view()),
+        "value_norm": message(lambda: smap.value_norm),
+        "again": message(lambda: smap.again(smap.problem)),
+        "ids": message(lambda: measures.induction(smap, ids)),
+        "width": message(lambda: measures.local(smap, -rank)),
+        "rows": message(lambda: measures.rollout([smap], None)),
+        "other rows": message(lambda: measures.rollout([smap], rank)),
+        "dtype": message(lambda: smap.to(torch.int8)),
+        "device": message(lambda: smap.to("meta")),
+        "other dtype": message(lambda: smap.to((torch.bfloat16, torch.float16)[rank])),
+        "one map": message(lambda: smap.divergence(mh.attention_with_map(x, x, x)[1])),  # type: ignore[arg-type]
+        "other shape": message(lambda: smap.divergence(smap.only(heads=[0]))),
+        "other positions": message(lambda: smap.divergence(turned)),
+        "other call": message(lambda: smap.dense() if rank else smap.entropy()),
         "unknown": message(lambda: smap.nothing),
         "lse": message(lambda: ShardedMap.of(x, x, x[..., :2, 0], mesh=mesh)),
         "lengths": message(lambda: ShardedMap.of(x, x, mesh=mesh, lengths=[4, 3])),
@@ -237,3 +279,22 @@ def fail(mesh: DeviceMesh, folder: Path) -> dict[str, str]:
         "head": message(lambda: smap.only(heads=5)),
         "repr": str(smap),
     }
+
+
+def fail_alone(mesh: DeviceMesh, timeout: float) -> tuple[str, float]:
+    """The message and the seconds of a statistic in which rank 1 fails in the middle, alone."""
+    x = torch.ones(1, 2, 4, 8)
+    smap = ShardedMap.of(x, x, mesh=mesh)
+
+    def no_memory(*_: Any) -> None:
+        raise MemoryError("out of memory")
+
+    start = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.get_local_rank() == 1:
+            patch.setattr(sharded_map, "add_block", no_memory)
+        error = message(smap.received)
+    spent = time.monotonic() - start
+    if mesh.get_local_rank() == 1:
+        time.sleep(2 * timeout)  # a process that ends would close its connections
+    return error, spent

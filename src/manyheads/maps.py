@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -30,10 +30,286 @@ if TYPE_CHECKING:
 
 AXES = (("batch entry", "b"), ("head", "h"), ("query", "t"), ("key", "s"))
 STEP = 1 << 24  # the most weights that `image` computes at a time
+T = TypeVar("T")
+
+
+class BaseMap:
+    """The methods that maps of one process (`AttentionMap`) and of several (`ShardedMap`) share.
+
+    They read weights by `amap[b, h, rows, cols]`, and check their arguments inside `_agree`.
+    """
+
+    problem: Problem
+    tokens: Tokens | None
+    provenance: Mapping[str, Any]
+
+    @property
+    def lse(self) -> Tensor:
+        """The log-sum-exp of rows, natural log, the sink included."""
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """`(b, h, t, s)`."""
+        shape = self.problem.shape
+        return shape.b, shape.h, shape.t, shape.s
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """The numbers of the heads in the model: 0 to h − 1, unless some were selected."""
+        return tuple(self.provenance.get("heads", range(self.shape[1])))
+
+    def only(
+        self, batch: int | Sequence[int] | None = None, heads: int | Sequence[int] | None = None
+    ) -> BaseMap:
+        """Return the map of some batch entries and heads."""
+        raise NotImplementedError
+
+    def mass(self, mask: Mask, mean: bool = False) -> Tensor:
+        """Return the sum of each query's weights inside a mask, or the mean of these sums."""
+        raise NotImplementedError
+
+    def first_key(self) -> Mask:
+        """Return a mask of the first visible key of each query."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: Any) -> Tensor:
+        raise NotImplementedError
+
+    def _check_unchanged(self) -> None:
+        raise NotImplementedError
+
+    def _agree(self, compute: Callable[[], T]) -> T:
+        """Return what a function of checks returns; on several processes, an error is raised on all."""
+        raise NotImplementedError
+
+    def _mix_heads(self, share: Tensor) -> Tensor:
+        """Return the product `[b, r, s]` of shares `[b, r, t]` and the mean of the heads' weights."""
+        raise NotImplementedError
+
+    def to_xarray(self, *index: Any, max_bytes: float = 2**31) -> xarray.DataArray:
+        """Return a tile of weights as an xarray, with named dimensions.
+
+        The dimensions are batch, head, query and key, without those that are indexed by an int. Their
+        coordinates are the numbers of the batch entry, the head in the model, the row and the column. If the
+        map has tokens, `key_token` are the tokens of the keys, and in self-attention `query_token` those of
+        the queries; in a batch of several texts these have the dimension batch too.
+
+            amap.to_xarray(0, 3).sel(key=5)
+            amap.to_xarray(0).mean("head").plot()
+
+        Args:
+            *index: Up to four indices for b, h, t and s, as of the map itself.
+            max_bytes: The largest allowed size.
+
+        Returns:
+            The weights, an `xarray.DataArray`.
+
+        Raises:
+            ImportError: If xarray isn't installed.
+            IndexError: If an index is out of range or has the wrong type.
+            TypeError: If max_bytes isn't a number of bytes.
+            ValueError: If the tile would take more bytes.
+        """
+        indices, numbers = self._agree(lambda: self._check_xarray(index, max_bytes))
+        import xarray
+
+        batch, heads, rows, cols = (each.numpy() for each in numbers)
+        names = ("batch", "head", "query", "key")
+        coords: dict[str, Any] = {
+            "batch": batch,
+            "head": np.array(self.heads)[heads],
+            "query": rows,
+            "key": cols,
+        }
+        coords = {name: (name, x) if x.ndim else x for name, x in coords.items()}
+        for name, positions in (("key", cols), ("query", self._positions_of_queries(rows))):
+            if not self.tokens or positions is None:
+                continue
+            by_text = not isinstance(self.tokens[0], str)
+            texts = [sequence_labels(self.tokens, int(n)) for n in (np.atleast_1d(batch) if by_text else [0])]
+            labels = np.array(
+                [np.array([*(text or ())], dtype=object)[positions] for text in texts], dtype=str
+            )
+            dims = [*(["batch"] if by_text and batch.ndim else []), *([name] if positions.ndim else [])]
+            coords[f"{name}_token"] = (dims, labels if by_text and batch.ndim else labels[0])
+        dims = [name for name, each in zip(names, numbers, strict=True) if each.dim()]
+        tile = self[tuple(indices)].detach().cpu().numpy()
+        return xarray.DataArray(tile, coords, dims, name="weight", attrs={"mask": str(self.problem.mask)})
+
+    def _check_xarray(self, index: Any, max_bytes: float) -> tuple[list[Any], list[Tensor]]:
+        """Return the resolved indices of `to_xarray` and the numbers that they select of each axis."""
+        try:
+            import xarray  # noqa: F401
+        except ImportError:
+            raise extras.missing("to_xarray", "xarray", "xarray") from None
+        self._check_unchanged()
+        indices = [
+            resolve_index(part, size, axis)
+            for part, size, axis in zip(expand_index(index), self.shape, AXES, strict=True)
+        ]
+        numbers = [torch.arange(n)[i] for n, i in zip(self.shape, indices, strict=True)]
+        size = math.prod(each.numel() for each in numbers) * self.problem.dtype.itemsize
+        if size > most_bytes(max_bytes):
+            raise ValueError(
+                f"The tile {[each.numel() for each in numbers]} would take {amount(size)}, and max_bytes is "
+                f"{amount(max_bytes)}. Read fewer heads, queries or keys, or raise max_bytes."
+            )
+        return indices, numbers
+
+    def _positions_of_queries(self, rows: Any) -> Any:
+        """Return the keys at the positions of these rows in self-attention; None in cross-attention."""
+        problem, (*_, t, s) = self.problem, self.shape
+        offset = problem.offset
+        is_causal = problem.mask is not None and problem.mask.normal().band[1] == 0
+        if not isinstance(offset, int) or not (is_causal or t == s) or problem.positions is not None:
+            return None
+        return rows + offset if 0 <= offset <= s - t else None
+
+    def to_circuitsvis(self, batch: int = 0, max_bytes: float = 2**29) -> dict[str, Any]:
+        """Return the weights of a short text as keyword arguments of CircuitsVis's `attention_heads`.
+
+        Args:
+            batch: The batch entry.
+            max_bytes: The largest allowed size of the page, in which a weight takes about 20 bytes of text.
+
+        Returns:
+            A dict of `attention`, a tensor `[h, t, t]`, and `tokens`, a list of t strings.
+
+        Raises:
+            IndexError: If there is no such batch entry.
+            TypeError: If max_bytes isn't a number of bytes.
+            ValueError: If it isn't self-attention over one text, or the page would take more bytes.
+        """
+
+        def select() -> BaseMap:
+            amap = self.only(batch)
+            _, h, t, s = amap.shape
+            if t != s:
+                raise ValueError(
+                    "Expected self-attention, as many queries as keys, for CircuitsVis, got "
+                    f"t = {t} and s = {s}."
+                )
+            check_page("CircuitsVis", h * t * s, max_bytes)
+            return amap
+
+        amap = self._agree(select)
+        return {"attention": amap[0].cpu(), "tokens": text_labels(amap.tokens, amap.shape[2])}
+
+    def image(
+        self,
+        queries: int | Sequence[int] | slice | Tensor,
+        keys: Sequence[int] | slice | Tensor | Patches = slice(None),
+        grid: tuple[int, int] | None = None,
+        *,
+        max_bytes: float = 2**31,
+    ) -> Tensor:
+        """Return what queries attend to in a picture: their weights on its patches, in rows and columns.
+
+            amap.image(0, keys=slice(1, None), grid=(14, 14))  # the class token of a ViT-B/16
+            amap.image(0)  # the same, of a recorded model whose patches are known
+
+        Only these weights are computed, so a query takes O(L) memory. They are as in `amap[...]`: those on
+        patches sum to less than 1 if the query attends to other tokens too.
+
+        Args:
+            queries: A query as an int; several as a list, a slice or a tensor of integers.
+            keys: The keys of the patches, row by row; or `Patches`, which have the grid too. Default: the
+                patches that `observe` found (see `patches`) if grid is None, else all keys.
+            grid: The numbers of rows and columns of patches, None if keys are `Patches`.
+            max_bytes: The largest allowed size of the result.
+
+        Returns:
+            The weights `[b, h, rows, cols]`, or `[b, h, n, rows, cols]` for several queries.
+
+        Raises:
+            IndexError: If a query or key doesn't exist, or isn't a number.
+            TypeError: If another argument has the wrong type.
+            ValueError: If the keys aren't rows × cols, the patches aren't known, or the result would take
+                more than max_bytes.
+        """
+        chosen, index, (rows, cols) = self._agree(lambda: self._check_image(queries, keys, grid, max_bytes))
+        b, h, t, _ = self.shape
+        if isinstance(chosen, int):
+            return self[:, :, chosen, index].unflatten(-1, (rows, cols))  # [b, h, rows, cols]
+        numbers = torch.arange(t)[chosen]  # [n]
+        images = self.problem.q.new_empty(b, h, len(numbers), rows * cols, dtype=self.problem.dtype)
+        step = max(1, STEP // max(1, b * h * rows * cols))
+        for start in range(0, len(numbers), step):
+            images[:, :, start : start + step] = self[:, :, numbers[start : start + step], index]
+        return images.unflatten(-1, (rows, cols))  # [b, h, n, rows, cols]
+
+    def _check_image(
+        self, queries: Any, keys: Any, grid: Any, max_bytes: float
+    ) -> tuple[int | Rows, Rows, tuple[int, int]]:
+        """Return the resolved queries, the resolved keys and the grid of the arguments of `image`."""
+        self._check_unchanged()
+        b, h, t, s = self.shape
+        selected, (rows, cols) = self._picture_keys(keys, grid)
+        index = resolve_index(selected, s, AXES[3])
+        if isinstance(index, int):
+            raise TypeError(
+                f"Expected keys to be those of {rows} × {cols} patches, got the key {selected!r}."
+            )
+        count = index_length(index, s)
+        if count != rows * cols:
+            surplus = count - rows * cols
+            hint = (
+                f" If the patches are the last keys, use keys=slice({surplus}, None)." if surplus > 0 else ""
+            )
+            raise ValueError(
+                f"Expected {rows * cols} keys for grid=({rows}, {cols}), got {count} of s = {s} keys.{hint}"
+            )
+        chosen = resolve_index(queries, t, AXES[2])
+        length = index_length(chosen, t)
+        size = b * h * length * count * self.problem.dtype.itemsize
+        if size > most_bytes(max_bytes):
+            what = "image of a query" if length == 1 else f"images of {length} queries"
+            raise ValueError(
+                f"The {what} would take {amount(size)}, and max_bytes is {amount(max_bytes)}. Select fewer "
+                "queries or heads (amap.only), or raise max_bytes."
+            )
+        return chosen, index, (rows, cols)
+
+    def _picture_keys(self, keys: Any, grid: Any) -> tuple[Any, tuple[int, int]]:
+        """Return the keys and the grid of the arguments of `image`."""
+        if isinstance(keys, Patches):
+            if grid is not None:
+                raise ValueError(
+                    f"Expected either grid or Patches, which have one, got grid={grid!r} and {keys}."
+                )
+            if keys.stop > self.shape[3]:
+                raise ValueError(f"Expected {keys} to be among the keys, got s = {self.shape[3]} keys.")
+            return keys.keys, keys.grid
+        if grid is not None:
+            return keys, patches.check_grid(grid)
+        if not isinstance(keys, slice) or keys != slice(None):
+            given = repr(keys) if isinstance(keys, slice) else kind(keys)
+            raise ValueError(
+                f"Expected grid=(rows, cols), the numbers of patches, beside keys, got {given} only."
+            )
+        return self._picture_keys(patches.common(patches.unpack(self.provenance.get("patches"))), None)
+
+    def patches(self, batch: int = 0, picture: int = 0) -> Patches:
+        """Return where the patches of a picture are among the keys, as `observe` found them.
+
+        Args:
+            batch: The batch entry.
+            picture: The number of the picture in the sequence.
+
+        Returns:
+            The patches.
+
+        Raises:
+            ValueError: If they aren't known; the message says why, and what to give to `image` instead.
+            IndexError: If there is no such batch entry or picture.
+        """
+        resolve_index(batch, self.shape[0], AXES[0])  # raises IndexError
+        return patches.select(patches.unpack(self.provenance.get("patches")), batch, picture)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class AttentionMap:
+class AttentionMap(BaseMap):
     """The weights of one attention call, per head and before dropout, without the matrix.
 
     `amap[b, h, rows, cols]` computes a tile of the exact weights: indices are ints (also negative), slices,
@@ -123,17 +399,6 @@ class AttentionMap:
         return self._lse
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """`(b, h, t, s)`."""
-        shape = self.problem.shape
-        return shape.b, shape.h, shape.t, shape.s
-
-    @property
-    def heads(self) -> tuple[int, ...]:
-        """The numbers of the heads in the model: 0 to h − 1, unless some were selected."""
-        return tuple(self.provenance.get("heads", range(self.shape[1])))
-
-    @property
     def knows_lse(self) -> bool:
         """Whether the log-sum-exp is known. If not, it is computed in a pass over the keys when needed."""
         return self._lse is not None
@@ -209,8 +474,7 @@ class AttentionMap:
             The map; this map itself if nothing is copied.
         """
         q, k = self.problem.q, self.problem.k
-        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in (q, k)}
-        if not always and sum(storages.values()) <= q.nbytes + k.nbytes:
+        if not always and not are_views(q, k):
             return self
         return self.again(replace(self.problem, q=q.clone(), k=k.clone()), self._lse)
 
@@ -232,18 +496,9 @@ class AttentionMap:
         """
         self._check_unchanged()
         if isinstance(place, torch.dtype):
-            return self if place == self.problem.q.dtype else self.again(_cast(self.problem, place))
-        try:
-            device = torch.device(place)
-            problem = self.problem.map(lambda tensor: tensor.to(device))
-        except (RuntimeError, TypeError, AssertionError) as error:
-            reason = str(error).partition("\n")[0]
-            raise ValueError(
-                f"Expected a device or a floating-point dtype, got {place!r}: {reason}."
-            ) from None
-        if device.type == "meta":
-            raise ValueError("Expected a device with memory, got meta.")
-        return self.again(problem, self.lse.to(device) if self._keeps_lse(problem) else None)
+            return self if place == self.problem.q.dtype else self.again(convert_dtype(self.problem, place))
+        problem = move(self.problem, place)
+        return self.again(problem, self.lse.to(problem.q.device) if self._keeps_lse(problem) else None)
 
     def labelled(self, tokens: Sequence[str] | Sequence[Sequence[str]] | None) -> AttentionMap:
         """Return the map with labels of its keys.
@@ -336,206 +591,6 @@ class AttentionMap:
         """
         check_dense(self.shape, self.problem.dtype, max_bytes)
         return self[...]
-
-    def to_xarray(self, *index: Any, max_bytes: float = 2**31) -> xarray.DataArray:
-        """Return a tile of weights as an xarray, with named dimensions.
-
-        The dimensions are batch, head, query and key, without those that are indexed by an int. Their
-        coordinates are the numbers of the batch entry, the head in the model, the row and the column. If the
-        map has tokens, `key_token` are the tokens of the keys, and in self-attention `query_token` those of
-        the queries; in a batch of several texts these have the dimension batch too.
-
-            amap.to_xarray(0, 3).sel(key=5)
-            amap.to_xarray(0).mean("head").plot()
-
-        Args:
-            *index: Up to four indices for b, h, t and s, as of the map itself.
-            max_bytes: The largest allowed size.
-
-        Returns:
-            The weights, an `xarray.DataArray`.
-
-        Raises:
-            ImportError: If xarray isn't installed.
-            IndexError: If an index is out of range or has the wrong type.
-            TypeError: If max_bytes isn't a number of bytes.
-            ValueError: If the tile would take more bytes.
-        """
-        try:
-            import xarray
-        except ImportError:
-            raise extras.missing("to_xarray", "xarray", "xarray") from None
-        self._check_unchanged()
-        indices = [
-            resolve_index(part, size, axis)
-            for part, size, axis in zip(expand_index(index), self.shape, AXES, strict=True)
-        ]
-        numbers = [torch.arange(n)[i] for n, i in zip(self.shape, indices, strict=True)]
-        size = math.prod(each.numel() for each in numbers) * self.problem.dtype.itemsize
-        if size > most_bytes(max_bytes):
-            raise ValueError(
-                f"The tile {[each.numel() for each in numbers]} would take {amount(size)}, and max_bytes is "
-                f"{amount(max_bytes)}. Read fewer heads, queries or keys, or raise max_bytes."
-            )
-        batch, heads, rows, cols = (each.numpy() for each in numbers)
-        names = ("batch", "head", "query", "key")
-        coords: dict[str, Any] = {
-            "batch": batch,
-            "head": np.array(self.heads)[heads],
-            "query": rows,
-            "key": cols,
-        }
-        coords = {name: (name, x) if x.ndim else x for name, x in coords.items()}
-        for name, positions in (("key", cols), ("query", self._positions_of_queries(rows))):
-            if not self.tokens or positions is None:
-                continue
-            by_text = not isinstance(self.tokens[0], str)
-            texts = [sequence_labels(self.tokens, int(n)) for n in (np.atleast_1d(batch) if by_text else [0])]
-            labels = np.array(
-                [np.array([*(text or ())], dtype=object)[positions] for text in texts], dtype=str
-            )
-            dims = [*(["batch"] if by_text and batch.ndim else []), *([name] if positions.ndim else [])]
-            coords[f"{name}_token"] = (dims, labels if by_text and batch.ndim else labels[0])
-        dims = [name for name, each in zip(names, numbers, strict=True) if each.dim()]
-        tile = self[tuple(indices)].detach().cpu().numpy()
-        return xarray.DataArray(tile, coords, dims, name="weight", attrs={"mask": str(self.problem.mask)})
-
-    def _positions_of_queries(self, rows: Any) -> Any:
-        """Return the keys at the positions of these rows in self-attention; None in cross-attention."""
-        problem, (*_, t, s) = self.problem, self.shape
-        offset = problem.offset
-        is_causal = problem.mask is not None and problem.mask.normal().band[1] == 0
-        if not isinstance(offset, int) or not (is_causal or t == s) or problem.positions is not None:
-            return None
-        return rows + offset if 0 <= offset <= s - t else None
-
-    def to_circuitsvis(self, batch: int = 0, max_bytes: float = 2**29) -> dict[str, Any]:
-        """Return the weights of a short text as keyword arguments of CircuitsVis's `attention_heads`.
-
-        Args:
-            batch: The batch entry.
-            max_bytes: The largest allowed size of the page, in which a weight takes about 20 bytes of text.
-
-        Returns:
-            A dict of `attention`, a tensor `[h, t, t]`, and `tokens`, a list of t strings.
-
-        Raises:
-            IndexError: If there is no such batch entry.
-            TypeError: If max_bytes isn't a number of bytes.
-            ValueError: If it isn't self-attention over one text, or the page would take more bytes.
-        """
-        amap = self.only(batch)
-        _, h, t, s = amap.shape
-        if t != s:
-            raise ValueError(
-                f"Expected self-attention, as many queries as keys, for CircuitsVis, got t = {t} and s = {s}."
-            )
-        check_page("CircuitsVis", h * t * s, max_bytes)
-        return {"attention": amap[0].cpu(), "tokens": text_labels(amap.tokens, t)}
-
-    # -- pictures ----------------------------------------------------------------------------------
-
-    def image(
-        self,
-        queries: int | Sequence[int] | slice | Tensor,
-        keys: Sequence[int] | slice | Tensor | Patches = slice(None),
-        grid: tuple[int, int] | None = None,
-        *,
-        max_bytes: float = 2**31,
-    ) -> Tensor:
-        """Return what queries attend to in a picture: their weights on its patches, in rows and columns.
-
-            amap.image(0, keys=slice(1, None), grid=(14, 14))  # the class token of a ViT-B/16
-            amap.image(0)  # the same, of a recorded model whose patches are known
-
-        Only these weights are computed, so a query takes O(L) memory. They are as in `amap[...]`: those on
-        patches sum to less than 1 if the query attends to other tokens too.
-
-        Args:
-            queries: A query as an int; several as a list, a slice or a tensor of integers.
-            keys: The keys of the patches, row by row; or `Patches`, which have the grid too. Default: the
-                patches that `observe` found (see `patches`) if grid is None, else all keys.
-            grid: The numbers of rows and columns of patches, None if keys are `Patches`.
-            max_bytes: The largest allowed size of the result.
-
-        Returns:
-            The weights `[b, h, rows, cols]`, or `[b, h, n, rows, cols]` for several queries.
-
-        Raises:
-            IndexError: If a query or key doesn't exist, or isn't a number.
-            TypeError: If another argument has the wrong type.
-            ValueError: If the keys aren't rows × cols, the patches aren't known, or the result would take
-                more than max_bytes.
-        """
-        self._check_unchanged()
-        b, h, t, s = self.shape
-        selected, (rows, cols) = self._picture_keys(keys, grid)
-        index = resolve_index(selected, s, AXES[3])
-        if isinstance(index, int):
-            raise TypeError(
-                f"Expected keys to be those of {rows} × {cols} patches, got the key {selected!r}."
-            )
-        count = len(range(s)[index]) if isinstance(index, slice) else len(index)
-        if count != rows * cols:
-            surplus = count - rows * cols
-            hint = (
-                f" If the patches are the last keys, use keys=slice({surplus}, None)." if surplus > 0 else ""
-            )
-            raise ValueError(
-                f"Expected {rows * cols} keys for grid=({rows}, {cols}), got {count} of s = {s} keys.{hint}"
-            )
-        chosen = resolve_index(queries, t, AXES[2])
-        numbers = torch.arange(t)[[chosen] if isinstance(chosen, int) else chosen]  # [n]
-        size = b * h * len(numbers) * count * self.problem.dtype.itemsize
-        if size > most_bytes(max_bytes):
-            what = "image of a query" if len(numbers) == 1 else f"images of {len(numbers)} queries"
-            raise ValueError(
-                f"The {what} would take {amount(size)}, and max_bytes is {amount(max_bytes)}. Select fewer "
-                "queries or heads (amap.only), or raise max_bytes."
-            )
-        if isinstance(chosen, int):
-            return self[:, :, chosen, index].unflatten(-1, (rows, cols))  # [b, h, rows, cols]
-        images = self.problem.q.new_empty(b, h, len(numbers), count, dtype=self.problem.dtype)
-        step = max(1, STEP // max(1, b * h * count))
-        for start in range(0, len(numbers), step):
-            images[:, :, start : start + step] = self[:, :, numbers[start : start + step], index]
-        return images.unflatten(-1, (rows, cols))  # [b, h, n, rows, cols]
-
-    def _picture_keys(self, keys: Any, grid: Any) -> tuple[Any, tuple[int, int]]:
-        """Return the keys and the grid of the arguments of `image`."""
-        if isinstance(keys, Patches):
-            if grid is not None:
-                raise ValueError(
-                    f"Expected either grid or Patches, which have one, got grid={grid!r} and {keys}."
-                )
-            if keys.stop > self.shape[3]:
-                raise ValueError(f"Expected {keys} to be among the keys, got s = {self.shape[3]} keys.")
-            return keys.keys, keys.grid
-        if grid is not None:
-            return keys, patches.check_grid(grid)
-        if not isinstance(keys, slice) or keys != slice(None):
-            given = repr(keys) if isinstance(keys, slice) else kind(keys)
-            raise ValueError(
-                f"Expected grid=(rows, cols), the numbers of patches, beside keys, got {given} only."
-            )
-        return self._picture_keys(patches.common(patches.unpack(self.provenance.get("patches"))), None)
-
-    def patches(self, batch: int = 0, picture: int = 0) -> Patches:
-        """Return where the patches of a picture are among the keys, as `observe` found them.
-
-        Args:
-            batch: The batch entry.
-            picture: The number of the picture in the sequence.
-
-        Returns:
-            The patches.
-
-        Raises:
-            ValueError: If they aren't known; the message says why, and what to give to `image` instead.
-            IndexError: If there is no such batch entry or picture.
-        """
-        resolve_index(batch, self.shape[0], AXES[0])  # raises IndexError
-        return patches.select(patches.unpack(self.provenance.get("patches")), batch, picture)
 
     # -- statistics --------------------------------------------------------------------------------
 
@@ -870,6 +925,15 @@ class AttentionMap:
         """Return True if the log-sum-exp is known, and the same kernel computes the scores of a problem."""
         return self.knows_lse and kernels.reader(problem) is kernels.reader(self.problem)
 
+    def _agree(self, compute: Callable[[], T]) -> T:
+        """Return what a function of checks returns."""
+        return compute()
+
+    def _mix_heads(self, share: Tensor) -> Tensor:
+        """Return the product `[b, r, s]` of shares `[b, r, t]` and the mean of the heads' weights."""
+        self._check_unchanged()
+        return statistics.mix_heads(self.problem, self.lse, share)
+
     def _check_unchanged(self) -> None:
         """Raise RuntimeError if a tensor was changed in place."""
         versions = _versions(self.problem)
@@ -952,7 +1016,26 @@ def text_labels(tokens: Tokens | None, count: int) -> list[str]:
     return [str(n) for n in range(count)] if labels is None else [*labels]
 
 
-def _cast(problem: Problem, dtype: torch.dtype) -> Problem:
+def are_views(*tensors: Tensor) -> bool:
+    """Return True if the memory that tensors keep is larger than they are."""
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values()) > sum(x.nbytes for x in tensors)
+
+
+def move(problem: Problem, place: torch.device | str) -> Problem:
+    """Return the problem on another device; raise ValueError if there is none."""
+    try:
+        device = torch.device(place)
+        moved = problem.map(lambda tensor: tensor.to(device))
+    except (RuntimeError, TypeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"Expected a device or a floating-point dtype, got {place!r}: {reason}.") from None
+    if device.type == "meta":
+        raise ValueError("Expected a device with memory, got meta.")
+    return moved
+
+
+def convert_dtype(problem: Problem, dtype: torch.dtype) -> Problem:
     """Return the problem in another dtype; raise ValueError if a number would overflow."""
     if dtype not in DTYPES:
         raise TypeError(f"Expected one of {', '.join(map(str, DTYPES))} to store a map in, got {dtype}.")

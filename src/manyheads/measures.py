@@ -4,21 +4,26 @@
 select from it by name. To add a score, add a row to it, and its name to the selections that should have it:
 `observe.summaries.HEAD_SCORES`, `observe.table.TOKEN_SCORES` or `highlights.SCORES`. A mean statistic,
 such as the entropy, is a head score too; `UNITS` has the units.
+
+All of them take an `AttentionMap`, or on several processes a `ShardedMap`: every rank then calls them with
+the same arguments, and gets the same result, that of the whole map.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from manyheads import statistics
-from manyheads.maps import AttentionMap, resolve_rows
+from manyheads.maps import AttentionMap, BaseMap, resolve_rows
 from manyheads.masks import AfterSameToken, Causal, Diagonal, Keys, Mask, SameToken, Window
 from manyheads.shapes import kind, sizes
+
+if TYPE_CHECKING:
+    from manyheads.distributed.sharded_map import ShardedMap
 
 
 @dataclass(frozen=True)
@@ -30,10 +35,10 @@ class Score:
         needs_tokens: True if the mask depends on the tokens; else they may be None.
     """
 
-    mask: Callable[[AttentionMap, Any], Mask]
+    mask: Callable[[Any, Any], Mask]
     needs_tokens: bool = False
 
-    def mean_weight(self, amap: AttentionMap, ids: Tensor | None = None) -> Tensor:
+    def mean_weight(self, amap: AttentionMap | ShardedMap, ids: Tensor | None = None) -> Tensor:
         """Return the score of every head, `[b, h]`; 0 if no query has a visible key in the mask.
 
         Args:
@@ -43,9 +48,9 @@ class Score:
         Returns:
             The score, between 0 and 1.
         """
-        amap = _check_map(amap)
-        ids = _check_ids(ids, amap) if self.needs_tokens else None
-        return amap.mass(self.mask(amap, ids), mean=True)
+        checked = _check_map(amap)
+        tokens = checked._agree(lambda: _check_ids(ids, checked)) if self.needs_tokens else None
+        return checked.mass(self.mask(checked, tokens), mean=True)
 
 
 SCORES: dict[str, Score] = {
@@ -62,7 +67,7 @@ SCORES: dict[str, Score] = {
 UNITS = {"entropy": "nats", "distance": "positions"}  # of mean statistics; weights have no unit
 
 
-def previous_token(amap: AttentionMap) -> Tensor:
+def previous_token(amap: AttentionMap | ShardedMap) -> Tensor:
     """Return the mean weight on the key just before the query, j = i − 1.
 
     It is high for a previous-token head (Clark et al. 2019, arXiv:1906.04341).
@@ -79,7 +84,7 @@ def previous_token(amap: AttentionMap) -> Tensor:
     return SCORES["previous_token"].mean_weight(amap)
 
 
-def current_token(amap: AttentionMap) -> Tensor:
+def current_token(amap: AttentionMap | ShardedMap) -> Tensor:
     """Return the mean weight on the query's own key, j = i.
 
     Clark et al. 2019 (arXiv:1906.04341).
@@ -96,7 +101,7 @@ def current_token(amap: AttentionMap) -> Tensor:
     return SCORES["current_token"].mean_weight(amap)
 
 
-def first_token(amap: AttentionMap) -> Tensor:
+def first_token(amap: AttentionMap | ShardedMap) -> Tensor:
     """Return the mean weight on the first visible key.
 
     It is high for an attention sink (Xiao et al. 2024, arXiv:2309.17453).
@@ -113,7 +118,7 @@ def first_token(amap: AttentionMap) -> Tensor:
     return SCORES["first_token"].mean_weight(amap)
 
 
-def duplicate_token(amap: AttentionMap, ids: Tensor) -> Tensor:
+def duplicate_token(amap: AttentionMap | ShardedMap, ids: Tensor) -> Tensor:
     """Return the mean weight on earlier keys with the query's own token.
 
     It is high for a duplicate-token head (Wang et al. 2023, arXiv:2211.00593).
@@ -132,7 +137,7 @@ def duplicate_token(amap: AttentionMap, ids: Tensor) -> Tensor:
     return SCORES["duplicate_token"].mean_weight(amap, ids)
 
 
-def induction(amap: AttentionMap, ids: Tensor) -> Tensor:
+def induction(amap: AttentionMap | ShardedMap, ids: Tensor) -> Tensor:
     """Return the mean weight on keys that follow an earlier occurrence of the query's token.
 
     It is high for an induction head (Elhage et al. 2021; Olsson et al. 2022, arXiv:2209.11895).
@@ -151,7 +156,7 @@ def induction(amap: AttentionMap, ids: Tensor) -> Tensor:
     return SCORES["induction"].mean_weight(amap, ids)
 
 
-def local(amap: AttentionMap, width: int) -> Tensor:
+def local(amap: AttentionMap | ShardedMap, width: int) -> Tensor:
     """Return the mean weight within `width` keys of the query's position, on both sides.
 
     It is the weight that a window mask would keep (Beltagy et al. 2020, arXiv:2004.05150).
@@ -167,16 +172,17 @@ def local(amap: AttentionMap, width: int) -> Tensor:
         TypeError: If amap isn't a map, or width isn't an integer.
         ValueError: If width is negative.
     """
-    return _check_map(amap).mass(Window(left=width, right=width), mean=True)
+    checked = _check_map(amap)
+    return checked.mass(checked._agree(lambda: Window(left=width, right=width)), mean=True)
 
 
-def _check_map(amap: object) -> AttentionMap:
-    if not isinstance(amap, AttentionMap):
+def _check_map(amap: object) -> BaseMap:
+    if not isinstance(amap, BaseMap):
         raise TypeError(f"Expected an AttentionMap, got {kind(amap)}.")
     return amap
 
 
-def _check_ids(ids: object, amap: AttentionMap) -> Tensor:
+def _check_ids(ids: object, amap: BaseMap) -> Tensor:
     """Return the tokens on the map's device, checked."""
     s = amap.problem.tokens  # more than the map's keys if a Cache has dropped some
     if not isinstance(ids, Tensor) or ids.is_floating_point():
@@ -187,7 +193,10 @@ def _check_ids(ids: object, amap: AttentionMap) -> Tensor:
     return ids.to(amap.problem.q.device)
 
 
-def rollout(maps: Sequence[AttentionMap], rows: int | Sequence[int] | slice | Tensor | None = None) -> Tensor:
+def rollout(
+    maps: Sequence[AttentionMap] | Sequence[ShardedMap],
+    rows: int | Sequence[int] | slice | Tensor | None = None,
+) -> Tensor:
     """Return how much information each position of the input contributes to some positions of the output.
 
     This is attention rollout (Abnar & Zuidema 2020, arXiv:2005.00928): rows of the product Π (½ W + ½ I) over
@@ -208,7 +217,17 @@ def rollout(maps: Sequence[AttentionMap], rows: int | Sequence[int] | slice | Te
         ValueError: If maps are empty or of different lengths, or rows is None.
         IndexError: If a row is out of range.
     """
-    b, t = _check_layers(maps)
+    layers = _check_layers(maps)
+    chosen = layers[0]._agree(lambda: _check_rows(rows, layers[0].shape[2]))
+    b, _, t, _ = layers[0].shape
+    share = layers[0].lse.new_zeros(b, len(chosen), t)
+    share[:, torch.arange(len(chosen)), chosen] = 1.0  # [b, r, s]
+    share = _propagate(layers, share)
+    return share[:, 0] if isinstance(rows, int) else share
+
+
+def _check_rows(rows: Any, t: int) -> list[int]:
+    """Return the rows of `rollout`, checked."""
     if rows is None:
         raise ValueError(
             "Expected the rows of rollout, e.g. rows=-1 or rows=[0, 5], got None: all rows are a dense "
@@ -216,15 +235,12 @@ def rollout(maps: Sequence[AttentionMap], rows: int | Sequence[int] | slice | Te
         )
     if isinstance(rows, bool | float | str):
         raise TypeError(f"Expected rows to be positions, e.g. rows=-1 or rows=[0, 5], got {rows!r}.")
-    chosen = resolve_rows(rows, t)
-    share = maps[0].lse.new_zeros(b, len(chosen), t)
-    share[:, torch.arange(len(chosen)), chosen] = 1.0  # [b, r, s]
-    share = _propagate(maps, share)
-    return share[:, 0] if isinstance(rows, int) else share
+    return resolve_rows(rows, t)
 
 
 def rollout_mean(
-    maps: Sequence[AttentionMap], rows: int | Sequence[int] | slice | Tensor = slice(None)
+    maps: Sequence[AttentionMap] | Sequence[ShardedMap],
+    rows: int | Sequence[int] | slice | Tensor = slice(None),
 ) -> Tensor:
     """Return the mean over some positions of `rollout`, in the memory and time of a single position.
 
@@ -240,18 +256,24 @@ def rollout_mean(
         ValueError: If maps are empty or of different lengths, or rows select no position.
         IndexError: If a row is out of range.
     """
-    b, t = _check_layers(maps)
-    chosen = resolve_rows(rows, t)
-    if not chosen:
-        raise ValueError(f"Expected at least one position to average over, got rows={rows!r}.")
+    layers = _check_layers(maps)
+    b, _, t, _ = layers[0].shape
+
+    def resolve() -> list[int]:
+        chosen = resolve_rows(rows, t)
+        if not chosen:
+            raise ValueError(f"Expected at least one position to average over, got rows={rows!r}.")
+        return chosen
+
+    chosen = layers[0]._agree(resolve)
     counts = torch.bincount(torch.tensor(chosen), minlength=t) / len(chosen)
-    share = counts.to(maps[0].lse).expand(b, 1, t)  # [b, 1, s]
-    return _propagate(maps, share)[:, 0]
+    share = counts.to(layers[0].lse).expand(b, 1, t)  # [b, 1, s]
+    return _propagate(layers, share)[:, 0]
 
 
-def _check_layers(maps: Sequence[AttentionMap]) -> tuple[int, int]:
-    """Return b and t of the layers of a rollout, checked."""
-    if isinstance(maps, AttentionMap) or not isinstance(maps, Sequence):
+def _check_layers(maps: Any) -> Sequence[BaseMap]:
+    """Return the layers of a rollout, checked."""
+    if isinstance(maps, BaseMap) or not isinstance(maps, Sequence):
         raise TypeError(f"Expected a list of AttentionMaps for rollout, one per layer, got {kind(maps)}.")
     if not maps:
         raise ValueError("Expected a list of AttentionMaps for rollout, one per layer, got an empty one.")
@@ -262,12 +284,11 @@ def _check_layers(maps: Sequence[AttentionMap]) -> tuple[int, int]:
                 f"Expected layers of one sequence for rollout, [b, h, t, t] with b = {b}, t = {t} and heads, "
                 f"got {list(amap.shape)}."
             )
-    return b, t
+    return maps
 
 
-def _propagate(maps: Sequence[AttentionMap], share: Tensor) -> Tensor:
+def _propagate(layers: Sequence[BaseMap], share: Tensor) -> Tensor:
     """Return shares `[b, r, s]` of positions of the output as shares of positions of the input."""
-    for amap in reversed(maps):
-        amap._check_unchanged()
-        share = (share + statistics.mix_heads(amap.problem, amap.lse, share)) / 2
+    for amap in reversed(layers):
+        share = (share + amap._mix_heads(share)) / 2
     return share

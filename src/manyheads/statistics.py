@@ -602,6 +602,12 @@ def divergence_between(first: tuple[Problem, Tensor], second: tuple[Problem, Ten
 
     Each argument is a problem and its log-sum-exp; the problems have the same shape.
     """
+    total, t = sum_divergences(first, second), first[0].shape.t
+    return (total.clamp_(min=0.0) / max(t, 1)).to(first[1].dtype)
+
+
+def sum_divergences(first: tuple[Problem, Tensor], second: tuple[Problem, Tensor]) -> Tensor:
+    """Return the sum over queries of the divergences of `divergence_between`, float64 `[b, h]`."""
     problem, lse = first
     shape = problem.shape
     total = torch.zeros(shape.b, shape.h, dtype=torch.float64, device=lse.device)
@@ -612,7 +618,7 @@ def divergence_between(first: tuple[Problem, Tensor], second: tuple[Problem, Ten
                 if any(cols.start < right and left < cols.stop for left, right in spans):
                     p, q = (Tile(*pair, rows, cols).weights.to(lse) for pair in (first, second))
                     total += jensen_shannon(p, q).sum((-2, -1))
-    return (total.clamp_(min=0.0) / max(shape.t, 1)).to(lse.dtype)
+    return total
 
 
 def mix_heads(problem: Problem, lse: Tensor, share: Tensor) -> Tensor:

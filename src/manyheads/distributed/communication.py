@@ -1,8 +1,9 @@
-"""Communication of the ranks of a sequence: agreement on arguments, exchange of tensors, counts of bytes."""
+"""Communication of ranks: agreement on arguments, exchange of tensors, counts of bytes, and its faults."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,54 @@ from torch import Tensor
 from manyheads.trees import Value
 
 SAMPLE = 1 << 18  # of larger tensors, about this many numbers are compared between ranks
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def explained(timeout: float | None = None) -> Iterator[None]:
+    """Raise ConnectionError, in a sentence, for the errors of PyTorch's backends.
+
+    Args:
+        timeout: The time-out in seconds; None to read it from the error.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        ConnectionError: If another process doesn't respond in time, or the connection to it is lost.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if not (isinstance(error, dist.DistError) or "gloo" in text or "onnection closed by peer" in text):
+            raise
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            found = re.search(r"(\d+) ?ms", text)
+            if timeout is None and found is not None:
+                timeout = int(found[1]) / 1000
+            limit = "the time-out" if timeout is None else f"{timeout:g} s"
+            raise ConnectionError(
+                f"Another process didn't respond within {limit}. Look for the cause there, such as an error "
+                "on one rank alone or a call that not all ranks make, or raise the time-out, and start again."
+            ) from None
+        raise ConnectionError(describe_loss()) from None
+
+
+def describe_loss() -> str:
+    """Return the sentence for a lost connection."""
+    return (
+        "The connection to another process was lost: it has ended, or the network has failed. Start all "
+        "processes again."
+    )
+
+
+def all_reduce(tensor: Tensor, group: Any, how: Any = dist.ReduceOp.SUM) -> None:
+    """Replace the ranks' tensors by their sum, or their maximum, on every rank."""
+    with explained():
+        dist.all_reduce(tensor, how, group=group)
+
 
 # -- counting --------------------------------------------------------------------------------------
 
@@ -93,12 +142,14 @@ class Pending:
             )
             for each in self.transfers
         ]
-        self.works = dist.batch_isend_irecv(operations) if operations else []
+        with explained():
+            self.works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> None:
         """Wait until everything has been sent and received."""
-        for work in self.works:
-            work.wait()
+        with explained():
+            for work in self.works:
+                work.wait()
         self.works, self.transfers = [], []
 
 
@@ -120,6 +171,7 @@ def agree(group: Any, compute: Callable[[], dict[str, Any]], same: Sequence[str]
 
     Raises:
         ValueError: If they differ, or there is an error on another rank.
+        ConnectionError: If another rank doesn't respond in time.
     """
     error: Exception | None = None
     mine: dict[str, Any] = {}
@@ -132,12 +184,20 @@ def agree(group: Any, compute: Callable[[], dict[str, Any]], same: Sequence[str]
     if len(ranks) == 1:
         ranks = [mine]
     else:
-        dist.all_gather_object(ranks, mine, group)
+        with explained():
+            dist.all_gather_object(ranks, mine, group)
     if error is not None:
         raise error
     for rank, theirs in enumerate(ranks):
         if "error" in theirs:
             raise ValueError(f"Expected valid arguments on every rank, got on rank {rank} {theirs['error']}")
+    for rank, theirs in enumerate(ranks):
+        if theirs.keys() != ranks[0].keys():
+            first, second = (", ".join(ranks[n]) or "nothing" for n in (0, rank))
+            raise ValueError(
+                f"Expected the same call on every rank, got one that compares {first} on rank 0 and one that "
+                f"compares {second} on rank {rank}. Make the same calls in the same order on all ranks."
+            )
     for name in same:
         values = [theirs[name] for theirs in ranks]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from manyheads import __version__
+from manyheads.distributed.communication import describe_loss, explained
 from manyheads.shapes import real, whole
 
 TIMEOUT = 600.0  # seconds that a process waits for the others
@@ -171,7 +172,7 @@ def join(
     real(timeout, "timeout", lambda x: 0 < x < 1e7, "a positive number of seconds")
     if dist.is_available() and dist.is_initialized():
         group = Group(dist.get_rank(), dist.get_world_size(), own_device(device))
-        with _translated(timeout):
+        with explained(timeout):
             group.check_agreement(_facts(arguments))
             yield group
         return
@@ -187,7 +188,7 @@ def join(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if platform.system() == "Darwin" else "lo")
     # gloo for tensors on the CPU, also beside NCCL, which starts when the first tensor on a GPU is sent.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    with _translated(timeout):
+    with explained(timeout):
         dist.init_process_group(
             backend,
             store=dist.PrefixStore(f"group/{next(_turns)}", store),
@@ -296,7 +297,7 @@ def _meet(rank: int, size: int, timeout: float, facts: dict[str, Any]) -> dist.S
             time.sleep(0.02)  # in Python rather than in `store.wait`, so that signals are handled
         _compare([json.loads(store.get(name)) for name in names])
     except dist.DistError:
-        raise ConnectionError(_describe_loss()) from None
+        raise ConnectionError(describe_loss()) from None
     return store
 
 
@@ -362,30 +363,6 @@ def _no_answer(address: str, port: int, timeout: float) -> TimeoutError:
 
 
 # -- failures ----------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _translated(timeout: float) -> Iterator[None]:
-    """Raise ConnectionError, in a sentence, for the errors of PyTorch's backends."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error)
-        if not (isinstance(error, dist.DistError) or "gloo" in text or "onnection closed by peer" in text):
-            raise
-        if "timed out" in text.lower() or "timeout" in text.lower():
-            raise ConnectionError(
-                f"Another process didn't respond within {timeout:g} s. Look for the cause there, or raise "
-                "the time-out, and start again."
-            ) from None
-        raise ConnectionError(_describe_loss()) from None
-
-
-def _describe_loss() -> str:
-    return (
-        "The connection to another process was lost: it has ended, or the network has failed. Start all "
-        "processes again."
-    )
 
 
 def report(error: BaseException) -> int:
@@ -515,5 +492,5 @@ def _exit_code(codes: Mapping[int, int]) -> int:
         )
     said = [code for code in codes.values() if code not in (LOST, -signal.SIGTERM, 128 + signal.SIGTERM)]
     if not said:
-        raise ConnectionError(_describe_loss())
+        raise ConnectionError(describe_loss())
     return abs(said[0])

@@ -18,11 +18,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from manyheads.distributed.blocks import add_gradient, block
-from manyheads.distributed.communication import Pending, Transfer, count
+from manyheads.distributed.communication import Pending, Transfer, all_reduce, count
 from manyheads.distributed.positions import Part
 from manyheads.distributed.route import Route
 from manyheads.kernels import chunked, partial
@@ -327,7 +326,7 @@ class RingAttention(torch.autograd.Function):
             d_sink = chunked.sink_gradient(replace(ring.whole, sink=sink.to(lse.dtype)), lse, delta)
         for grad in (d_sink, d_table):
             if grad is not None:
-                dist.all_reduce(grad, group=ring.group)
+                all_reduce(grad, ring.group)
         d_sink = None if d_sink is None or sink is None else d_sink.to(sink.dtype)
         d_table = None if d_table is None or table is None else d_table.to(table.dtype)
         return None, dq, dk, dv, d_sink, d_table

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyheads import shards, storage
-from manyheads.distributed.communication import Pending, Transfer
+from manyheads.distributed.communication import Pending, Transfer, explained
 from manyheads.distributed.positions import Part
 from manyheads.shards import Shard
 
@@ -108,7 +108,8 @@ def write_shards(
     _together(write_index, remove, f"the index {path}", {}, group)
     for name in {*previous} - {*names}:
         (path.parent / name).unlink(missing_ok=True)
-    dist.barrier(group)
+    with explained():
+        dist.barrier(group)
 
 
 def _together(
@@ -123,7 +124,8 @@ def _together(
     except OSError as caught:
         error = caught.strerror or str(caught)
     results: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(results, {**given, "what": what, "error": error}, group)
+    with explained():
+        dist.all_gather_object(results, {**given, "what": what, "error": error}, group)
     for rank, theirs in enumerate(results):
         if theirs["error"]:
             remove()

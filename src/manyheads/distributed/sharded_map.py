@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from reprlib import repr as brief
 from secrets import token_hex
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from manyheads import kernels, scores, statistics
 from manyheads.biases import Bias
 from manyheads.distributed.blocks import block
-from manyheads.distributed.communication import Described, Pending, agree, count, describe
+from manyheads.distributed.communication import (
+    Described,
+    Pending,
+    agree,
+    all_reduce,
+    count,
+    describe,
+    explained,
+)
 from manyheads.distributed.positions import (
     Part,
     check_mesh,
@@ -34,15 +42,19 @@ from manyheads.distributed.positions import (
 )
 from manyheads.distributed.ring import Packed, Ring, pass_on
 from manyheads.distributed.shard_files import locate, write_shards
-from manyheads.distributed.totals import Total, add_block, make_total
+from manyheads.distributed.totals import Total, add_block, columns, make_total
 from manyheads.maps import (
     AXES,
     AttentionMap,
+    BaseMap,
+    are_views,
     check_dense,
     check_fits,
+    convert_dtype,
     expand_index,
     index_length,
     mask_of_first_keys,
+    move,
     resolve_index,
 )
 from manyheads.masks import Full, Mask
@@ -52,18 +64,30 @@ from manyheads.statistics import Mass, Reduction, TopKeys
 from manyheads.storage import Labels, StoredMap, Tokens, check_path, encode_index, labels_of
 from manyheads.trees import Value
 
+T = TypeVar("T")
+MISSING = {  # methods of `AttentionMap` that a map of several processes can't have, and what to do instead
+    "view": (
+        "Expected a map of one process to view, got a ShardedMap. Save it on all ranks, "
+        'smap.save("map.safetensors"), and run manyheads view map.safetensors.'
+    ),
+    "value_norm": (
+        "ShardedMap has no value_norm, because values aren't kept. Pass them: smap.value_norms(v, w_o)."
+    ),
+}
+
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ShardedMap:
+class ShardedMap(BaseMap):
     """The weights of one attention call over a sequence that is sharded over ranks.
 
     Methods are collective: every rank of the mesh calls them, with the same arguments, in the same order.
 
     `smap[b, h, rows, cols]` is a tile of the exact weights, the same on every rank: rows and columns are
-    positions in the whole sequence. Statistics of queries (`entropy`, `distance`, `row_max`, `top`, `mass`,
-    `sink_weight`) are those of this rank's rows, in the order of its tokens; `gather` joins the rows of all
-    ranks. All other results (`received`, `pooled`, `logits_max`, `divergence`, means) are those of the whole
-    map, the same on every rank. They equal those of an `AttentionMap` of the whole sequence.
+    positions in the whole sequence. `image` and `to_xarray` read tiles too. Statistics of queries (`entropy`,
+    `distance`, `row_max`, `top`, `mass`, `sink_weight`) are those of this rank's rows, in the order of its
+    tokens; `gather` joins the rows of all ranks. All other results (`received`, `pooled`, `logits_max`,
+    `divergence`, means, head scores of `manyheads.measures`) are those of the whole map, the same on every
+    rank. They equal those of an `AttentionMap` of the whole sequence.
 
     `save` writes a shard for each rank. `AttentionMap.open` opens them as one map, on one process.
 
@@ -205,17 +229,6 @@ class ShardedMap:
         return self._in_own_order(self._lse)
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """`(b, h, t, s)` of the whole sequence."""
-        shape = self.problem.shape
-        return shape.b, shape.h, shape.t, shape.s
-
-    @property
-    def heads(self) -> tuple[int, ...]:
-        """The numbers of the heads in the model: 0 to h − 1, unless some were selected."""
-        return tuple(self.provenance.get("heads", range(self.shape[1])))
-
-    @property
     def knows_lse(self) -> bool:
         """Whether the log-sum-exp is known, which it always is."""
         return True
@@ -313,6 +326,71 @@ class ShardedMap:
             _k=local.problem.k, _lse=local.lse, _versions=_versions(local.problem.q, local.problem.k),
         )  # fmt: skip
 
+    def compact(self, always: bool = False) -> ShardedMap:
+        """Return the map with copies of this rank's q and k. It needs no other rank.
+
+        Args:
+            always: If False, copy them only if they are views of larger tensors.
+
+        Returns:
+            The map; this map itself if nothing is copied.
+        """
+        self._check_unchanged()
+        if not always and not are_views(self._q, self._k):
+            return self
+        q, k = self._q.clone(), self._k.clone()
+        return replace(self, _q=q, _k=k, _versions=_versions(q, k))
+
+    def to(self, place: torch.device | str | torch.dtype) -> ShardedMap:
+        """Return the map with q and k on another device, or stored in another floating-point dtype.
+
+        The log-sum-exp is computed again, from the rounded q and k, while the keys travel around the ring.
+
+        Args:
+            place: The dtype; or the device, of a kind that the mesh's process group supports.
+
+        Returns:
+            The map.
+
+        Raises:
+            TypeError: If the dtype isn't a floating-point dtype.
+            ValueError: If there is no such device, numbers are too large for the dtype, or ranks differ.
+        """
+        moved: list[ShardedMap] = []
+
+        def compute() -> dict[str, Any]:
+            self._check_unchanged()
+            moved.append(self._placed(place))
+            return {"place": str(place if isinstance(place, torch.dtype) else torch.device(place).type)}
+
+        agree(self._group, compute, ("place",))
+        return moved[0] if moved[0] is self else replace(moved[0], _lse=moved[0]._compute_lse())
+
+    def _placed(self, place: torch.device | str | torch.dtype) -> ShardedMap:
+        """Return the map in a dtype or on a device, with the old log-sum-exp; this map if it is there."""
+        whole = self.problem
+        local = replace(whole, q=self._q, k=self._k, v=self._k[..., :0])  # the mask is of the whole sequence
+        if isinstance(place, torch.dtype):
+            if place == self._q.dtype:
+                return self
+            local = convert_dtype(local, place)
+        else:
+            local = move(local, place)
+            if local.q.device == self._q.device:
+                return self
+            supported = dist.get_backend_config(self._group)
+            if f"{local.q.device.type}:" not in supported:
+                raise ValueError(
+                    f"Expected a device that the process group of the mesh supports ({supported}), got "
+                    f"{place!r}. Initialize it with a backend for both, such as cpu:gloo,cuda:nccl."
+                )
+        empty = [
+            x.new_zeros(1).expand(*x.shape[:2], whole.shape.s, x.shape[3])
+            for x in (local.q, local.k, local.v)
+        ]
+        problem = replace(local, q=empty[0], k=empty[1], v=empty[2])
+        return replace(self, problem=problem, _q=local.q, _k=local.k, _versions=_versions(local.q, local.k))
+
     def labelled(self, tokens: Sequence[str] | Sequence[Sequence[str]] | None) -> ShardedMap:
         """Return the map with labels of its keys.
 
@@ -336,6 +414,8 @@ class ShardedMap:
         )
 
     def __getattr__(self, name: str) -> Any:
+        if name in MISSING:
+            raise AttributeError(MISSING[name])
         if not name.startswith("_") and hasattr(AttentionMap, name):
             raise AttributeError(
                 f"ShardedMap has no {name}, because its numbers are on several ranks. Save it, and use "
@@ -404,7 +484,7 @@ class ShardedMap:
             TypeError: If max_bytes isn't a number of bytes.
             ValueError: If the weights would take more bytes.
         """
-        check_dense(self.shape, self.problem.dtype, max_bytes)
+        self._agree(lambda: check_dense(self.shape, self.problem.dtype, max_bytes))
         return self[...]
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -521,10 +601,12 @@ class ShardedMap:
                 piece = torch.empty(size, dtype=dtype, device=device)
             # As bytes, because not every backend sends every dtype.
             data = piece.view(-1).view(torch.uint8)
-            work = dist.broadcast(data, group=self._group, group_src=rank, async_op=True)
+            with explained():
+                work = dist.broadcast(data, group=self._group, group_src=rank, async_op=True)
             works.append((where.to(device), piece, work))
         for where, piece, work in works:
-            work.wait()
+            with explained():
+                work.wait()
             result.index_copy_(axis, where, piece)
         return result
 
@@ -599,13 +681,74 @@ class ShardedMap:
         """Return the largest score that enters each head's softmax, `[b, h]`, on every rank."""
         return self._compute(statistics.LogitsMax())
 
-    def divergence(self) -> Tensor:
-        """Return the Jensen–Shannon divergence between heads, averaged over all queries, on every rank.
+    def divergence(self, other: ShardedMap | None = None) -> Tensor:
+        """Return the Jensen–Shannon divergence of rows of weights, averaged over all queries, on every rank.
+
+        Args:
+            other: A map of the same shape, whose tokens are on the same ranks, to compare each head with the
+                same head of that map. Its keys travel with those of this map. None compares the heads of
+                this map with each other.
 
         Returns:
-            The divergences in nats, `[b, h, h]`.
+            The divergences in nats, `[b, h]`, or `[b, h, h]` without other.
+
+        Raises:
+            TypeError: If other isn't a ShardedMap.
+            ValueError: If other has the wrong shape, or its tokens are on other ranks.
         """
-        return self._compute(statistics.Divergence())
+        if other is None:
+            return self._compute(statistics.Divergence())
+        self._agree(lambda: self._check_other(other))
+        return self._compare(other)
+
+    def _compare(self, other: ShardedMap) -> Tensor:
+        """Return the divergences `[b, h]` between the same heads of two maps."""
+        maps = self, other
+        keys = [each._k for each in maps]  # [b, g, n, d] of each
+        if keys[0].shape[1] != keys[1].shape[1]:
+            keys = [x.repeat_interleave(self.shape[1] // x.shape[1], 1) for x in keys]  # [b, h, n, d]
+        # The keys of the other map travel as the values of this one, and those that either of them needs.
+        common = torch.promote_types(keys[0].dtype, keys[1].dtype)
+        first, second = (x.to(common) for x in keys)
+        masks = [each.problem.mask for each in maps]
+        union = None if masks[0] is None or masks[1] is None else masks[0] | masks[1]
+        shape = self.problem.shape._replace(g=first.shape[1], d=first.shape[3], w=second.shape[3])
+        ring = self._ring(replace(self.problem, mask=union, shape=shape))
+        total = torch.zeros(*self.shape[:2], dtype=torch.float64, device=self._q.device)
+        for rows, cols, packed in self._rounds(ring, first, second):
+            pairs = []
+            for each, k in zip(maps, packed, strict=True):
+                k = k.to(each._k.dtype)
+                q = each._q[:, :, rows.rows]
+                part = block(each.problem, q, k, k[..., :0], rows, cols)
+                pairs.append((part, each._lse[:, :, rows.rows]))
+            total += statistics.sum_divergences(pairs[0], pairs[1])
+        all_reduce(total, self._group)
+        return (total.clamp_(min=0.0) / max(self.shape[2], 1)).to(self._lse.dtype)
+
+    def _check_other(self, other: Any) -> None:
+        """Raise an error unless another map has the same shape, and its tokens on the same ranks."""
+        if not isinstance(other, ShardedMap):
+            raise TypeError(
+                f"Expected a ShardedMap for divergence, got {kind(other)}. Save both maps, and compare what "
+                "AttentionMap.open(path) returns, on one process."
+            )
+        self._check_unchanged()
+        other._check_unchanged()
+        if self.shape != other.shape:
+            raise ValueError(
+                f"Expected maps of one shape for divergence, got {list(self.shape)} and {list(other.shape)}."
+            )
+        if not torch.equal(self.positions.sort().values, other.positions.sort().values):
+            raise ValueError(
+                "Expected maps whose tokens are on the same ranks for divergence, got different positions. "
+                "Pass the same positions to both calls, or save both maps and open them on one process."
+            )
+        if other._q.device != self._q.device:
+            raise ValueError(
+                f"Expected maps on one device for divergence, got {self._q.device} and {other._q.device}. "
+                "Move one by smap.to(device)."
+            )
 
     def mass(self, mask: Mask, mean: bool = False) -> Tensor:
         """Return the sum of each query's weights inside a mask.
@@ -744,7 +887,7 @@ class ShardedMap:
         sums = torch.stack(
             (torch.where(has_keys, total, 0.0).sum(-1), has_keys.sum(-1).to(total))
         )  # [2, b, h]
-        dist.all_reduce(sums, group=self._group)
+        all_reduce(sums, self._group)
         return sums[0] / sums[1].clamp(min=1)
 
     def _masses(self, mask: Mask) -> tuple[Tensor, Tensor]:
@@ -804,17 +947,48 @@ class ShardedMap:
 
     def _blocks(self, ring: Ring) -> Iterator[tuple[Part, Part, Problem]]:
         """Yield the parts of queries and keys of each block of this rank, and its problem, in one round."""
-        packed: Packed | None = Packed.of(ring, self._k, self._k[..., :0])
+        for rows, cols, packed in self._rounds(ring, self._k, self._k[..., :0]):
+            yield rows, cols, block(ring.whole, self._q[:, :, rows.rows], *packed, rows, cols)
+
+    def _rounds(self, ring: Ring, k: Tensor, v: Tensor) -> Iterator[tuple[Part, Part, tuple[Tensor, Tensor]]]:
+        """Yield the parts of queries and keys of each block of this rank, with its keys and values.
+
+        Args:
+            ring: The ranks, and the problem that says how far keys travel.
+            k: This rank's keys `[b, g, n, d]`, in the order of positions.
+            v: Values `[b, g, n, w]` that travel with them.
+
+        Yields:
+            The parts, and k `[b, g, s, d]` and v `[b, g, s, w]` of the second one.
+        """
+        packed: Packed | None = Packed.of(ring, k, v)
         for step in range(ring.last_step + 1):
             assert packed is not None
-            received, transfers = pass_on(ring, step, packed, self._k)
+            received, transfers = pass_on(ring, step, packed, k)
             pending = Pending(transfers, ring.group)
-            owner = ring.owner(step)
-            for rows, n in ring.blocks(owner, step):
-                cols = ring.parts[owner][n]
-                yield rows, cols, block(ring.whole, self._q[:, :, rows.rows], *packed.parts[n], rows, cols)
-            pending.wait()
+            try:
+                owner = ring.owner(step)
+                for rows, n in ring.blocks(owner, step):
+                    yield rows, ring.parts[owner][n], packed.parts[n]
+            finally:  # also after an error: the next call must not receive this message
+                pending.wait()
             packed = received
+
+    def _mix_heads(self, share: Tensor) -> Tensor:
+        """Return the product `[b, r, s]` of shares `[b, r, t]` and the mean of the heads' weights."""
+
+        def compute() -> dict[str, Any]:
+            self._check_unchanged()
+            return {"rows": describe(share)}
+
+        agree(self._group, compute, ("rows",))
+        product = share.new_zeros(*share.shape[:2], self.shape[3])
+        for rows, cols, problem in self._blocks(self._ring(self.problem)):
+            part = share[:, :, columns(rows, share.device)]
+            mixed = statistics.mix_heads(problem, self._lse[:, :, rows.rows], part)
+            product[:, :, columns(cols, share.device)] += mixed
+        all_reduce(product, self._group)
+        return product
 
     def _compute_lse(self) -> Tensor:
         """Return the log-sum-exp `[b, h, n]`, in the order of positions."""
@@ -828,6 +1002,17 @@ class ShardedMap:
         return lse.to(problem.dtype)
 
     # -- checks ------------------------------------------------------------------------------------
+
+    def _agree(self, compute: Callable[[], T]) -> T:
+        """Return what a function of checks returns. All ranks call it, and an error is raised on all."""
+        results: list[T] = []
+
+        def check() -> dict[str, Any]:
+            results.append(compute())
+            return {}
+
+        agree(self._group, check, ())
+        return results[0]
 
     def _check_mask(self, mask: Mask) -> Mask:
         """Raise an error unless a mask fits the whole sequence."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyheads import statistics
+from manyheads.distributed.communication import all_reduce
 from manyheads.distributed.positions import Part
 from manyheads.distributed.ring import Ring
 from manyheads.kernels.fused import FusedStatistics, Spec
@@ -64,7 +65,7 @@ class Total:
 
     def reduce(self, total: Tensor, how: Any = dist.ReduceOp.SUM) -> Tensor:
         """Return the sum, or the maximum, of the ranks' tensors `[...]`."""
-        dist.all_reduce(total, how, group=self.ring.group)
+        all_reduce(total, self.ring.group, how)
         return total
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from manyheads import kernels
 from manyheads.biases import ALiBi, Bias, Dense, Relative
-from manyheads.distributed.communication import count
+from manyheads.distributed.communication import all_reduce, count, explained
 from manyheads.masks import And, Band, Ids, Keys, Lengths, Mask, Not, Or, Prefix
 from manyheads.problem import Problem
 
@@ -25,7 +25,8 @@ def _exchange(x: Tensor, group: Any, split: int, join: int) -> Tensor:
     ranks = dist.get_world_size(group)
     pieces = torch.stack(x.chunk(ranks, split))  # [ranks, …]
     received = torch.empty_like(pieces)
-    dist.all_to_all_single(received, pieces, group=group)
+    with explained():
+        dist.all_to_all_single(received, pieces, group=group)
     sent = x.nbytes // ranks * (ranks - 1)
     count(sent, ranks - 1, sent)
     return torch.cat(received.unbind(), join)
@@ -59,7 +60,7 @@ class SumGradient(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Return the sum over ranks, which is added in float32 (or float64)."""
         total = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True).contiguous()
-        dist.all_reduce(total, group=ctx.group)
+        all_reduce(total, ctx.group)
         return total.to(grad.dtype), None
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from manyheads.distributed import processes
+from manyheads.distributed.communication import explained
 from manyheads.distributed.processes import LAUNCHED, LOST, Group
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", LAUNCHED)
@@ -221,9 +222,9 @@ def test_a_lost_connection_is_left_to_the_launcher(
 @pytest.mark.parametrize("text", ["[gloo/transport] Connection closed by peer", "gloo: Timed out waiting"])
 def test_errors_of_backends_are_connection_errors(text: str) -> None:
     message = "didn't respond within 5 s" if "Timed" in text else "connection to another process was lost"
-    with pytest.raises(ConnectionError, match=message), processes._translated(5):
+    with pytest.raises(ConnectionError, match=message), explained(5):
         raise RuntimeError(text)
-    with pytest.raises(RuntimeError, match="shapes"), processes._translated(5):
+    with pytest.raises(RuntimeError, match="shapes"), explained(5):
         raise RuntimeError("shapes differ")
 
 

@@ -25,6 +25,7 @@ from tests.sharded_maps import (
     check_properties,
     compute,
     fail,
+    fail_alone,
     long_tensors,
     run_cases,
     save_cases,
@@ -250,7 +251,23 @@ MESSAGES = {
     "changed": "(ValueError: .*got on rank 1 )?RuntimeError: q or k was changed in place",
     "dense": "ValueError: The weights .* would take .*Read a tile",
     "pickle": "TypeError: Expected a map of one process to pickle or copy, got a ShardedMap",
-    "image": r"AttributeError: ShardedMap has no image, .*AttentionMap.open\(path\).image",
+    "grid": r"ValueError: Expected 9 keys for grid=\(3, 3\), got 8 of s = 8 keys",
+    "image": "(ValueError: .*got on rank 1 )?IndexError: query 99 doesn't exist: t = 8",
+    "xarray": r"ValueError: The tile \[1, 2, 8, 8\] would take .*Read fewer|ImportError: to_xarray needs",
+    "view": "AttributeError: Expected a map of one process to view, .*and run manyheads view map.safetensors",
+    "value_norm": r"AttributeError: ShardedMap has no value_norm, .*Pass them: smap.value_norms\(v, w_o\)",
+    "again": r"AttributeError: ShardedMap has no again, .*AttentionMap.open\(path\).again",
+    "ids": "ValueError: .*Expected ids to be .*one for each of s = 8 keys, got",
+    "width": "(ValueError: .*got on rank 1 )?ValueError: Expected left to be",
+    "rows": "ValueError: Expected the rows of rollout, e.g. rows=-1",
+    "other rows": "ValueError: Expected the same rows on every rank, got one on rank 0 and another one",
+    "dtype": "TypeError: Expected one of .* to store a map in, got torch.int8",
+    "device": "ValueError: Expected a device with memory, got meta",
+    "other dtype": "ValueError: Expected the same place on every rank, got torch.bfloat16 on rank 0 and",
+    "one map": r"TypeError: Expected a ShardedMap for divergence, got an? AttentionMap.*Save both maps",
+    "other shape": r"ValueError: Expected maps of one shape for divergence, got \[1, 2, 8, 8\] and",
+    "other positions": "ValueError: Expected maps whose tokens are on the same ranks for divergence",
+    "other call": "ValueError: Expected the same call on every rank, got one that compares statistics on",
     "unknown": "AttributeError: ShardedMap has no attribute 'nothing'",
     "lse": r"ValueError: Expected lse to be \[b, h, n\] = \[1, 2, 4\], got \[1, 2, 2\]",
     "lengths": r".*ValueError: Expected lengths of 2 ranks, 4 for rank 1, got \[4, 3\]",
@@ -276,3 +293,15 @@ def test_errors_are_the_same_sentence_on_every_rank(tmp_path: Path) -> None:
     assert len(files) == 3, files
     assert AttentionMap.open(tmp_path / "before.safetensors").shape == (1, 2, 8, 8)
     assert not [*tmp_path.glob(".*.part")]
+
+
+@pytest.mark.full
+def test_an_error_on_one_rank_alone_ends_the_others_at_the_time_out(tmp_path: Path) -> None:
+    found = on_ranks(2, tmp_path, fail_alone, 2.0, timeout=2)
+    assert found[1][0] == "MemoryError: out of memory"
+    message, spent = found[0]
+    assert message.startswith(
+        "ConnectionError: Another process didn't respond within 2 s. Look for the cause"
+    )
+    assert "\n" not in message
+    assert spent > 1.5
