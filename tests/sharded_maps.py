@@ -33,6 +33,7 @@ SIZES = (
 CASES = pairwise(FACTORS | {"sizes": SIZES, "offset": ("default",)}, seed=11)
 IDS = torch.tensor([n * n % 5 for n in range(TOKENS)])
 INSIDE = (Diagonal(-1), SameToken(IDS) & Causal() & ~Diagonal(0), Window(left=3, right=2) | mh.Keys([0]))
+EVERY = 3  # of the cases, one in this many has `compute_more`
 TILES: tuple[Any, ...] = (
     (),
     (0, -1, 5),
@@ -55,13 +56,19 @@ def compute(amap: Any, v: Tensor, w_o: Tensor) -> dict[str, Any]:
     found["has keys"] = [amap.masses(each)[1] for each in INSIDE]
     found["first key"] = amap.mass(amap.first_key())
     found["lse"] = amap.lse
+    return found
+
+
+def compute_more(amap: Any) -> dict[str, Any]:
+    """Head scores, related maps and images of a map or a sharded map, which take many rounds of the keys."""
+    found: dict[str, Any] = {}
     layers = [amap, amap.under(Causal())]
     found["head scores"] = [score.mean_weight(amap, IDS) for score in measures.SCORES.values()]
     found["head scores"].append(measures.local(amap, 2))
     found["rollout"] = [measures.rollout(layers, [-1, 5]), measures.rollout_mean(layers, slice(3, None))]
     found["rollout"].append(measures.rollout(layers[::-1], 7))
     stored = amap.to(torch.bfloat16)
-    found["between maps"] = [amap.divergence(layers[1]), layers[1].divergence(stored)]
+    found["between maps"] = [amap.divergence(layers[1]), stored.divergence(layers[1])]
     found["stored"] = [stored.received(), stored.compact(always=True).logits_max()]
     found["images"] = [amap.image(5, [4, 3, 2, 9, 8, 7], (2, 3)), amap.image([0, -1], grid=(4, 6))]
     found["images"].append(amap.to_circuitsvis(max_bytes=1e6)["attention"])
@@ -87,6 +94,8 @@ def run_cases(mesh: DeviceMesh, cases: Sequence[tuple[int, str, Case]]) -> list[
         found = compute(smap, v, w_o)
         found["tiles"] = [smap[index] for index in TILES]
         found["gathered"] = smap.gather(found["entropy"])
+        if not len(results) % EVERY:
+            found |= compute_more(smap)
         some = smap.only(batch=[0], heads=[1, 2])
         found["some"] = [some[...], some.under(Causal())[...], some.received()]
         assert some.heads == (1, 2)

@@ -20,10 +20,12 @@ from tests.ranks import on_ranks
 from tests.sharded import LAYOUTS, positions_of
 from tests.sharded_maps import (
     CASES,
+    EVERY,
     PER_QUERY,
     TILES,
     check_properties,
     compute,
+    compute_more,
     fail,
     fail_alone,
     long_tensors,
@@ -89,6 +91,8 @@ def check(folder: Path, cases: Sequence[tuple[int, str, Case]], ranks: int) -> N
         expected = compute(amap, v, w_o)
         expected["tiles"] = [amap[index] for index in TILES]
         expected["gathered"] = expected["entropy"]
+        if not number % EVERY:
+            expected |= compute_more(amap)
         some = amap.only(batch=[0], heads=[1, 2])
         expected["some"] = [some[...], some.under(Causal())[...], some.received()]
         found = [results[rank][number] for rank in range(n)]
@@ -258,7 +262,7 @@ MESSAGES = {
     "value_norm": r"AttributeError: ShardedMap has no value_norm, .*Pass them: smap.value_norms\(v, w_o\)",
     "again": r"AttributeError: ShardedMap has no again, .*AttentionMap.open\(path\).again",
     "ids": "ValueError: .*Expected ids to be .*one for each of s = 8 keys, got",
-    "width": "(ValueError: .*got on rank 1 )?ValueError: Expected left to be",
+    "width": "(ValueError: .*got on rank 1 )?ValueError: Expected Window's left, .* to be at least 0",
     "rows": "ValueError: Expected the rows of rollout, e.g. rows=-1",
     "other rows": "ValueError: Expected the same rows on every rank, got one on rank 0 and another one",
     "dtype": "TypeError: Expected one of .* to store a map in, got torch.int8",
