@@ -1,7 +1,10 @@
 """Time attention over several processes, compared with one process that has as many threads.
 
-    python benchmarks/distributed.py times [--tokens 16384] [--ranks 2] [--threads 2] [--method ulysses]
-    python benchmarks/distributed.py memory [--tokens 16384] [--ranks 1 --ranks 2 --ranks 4]
+    python benchmarks/distributed.py times [--length 16384] [--ranks 2] [--threads 2] [--method ulysses]
+    python benchmarks/distributed.py memory [--length 16384] [--ranks 1 --ranks 2 --ranks 4]
+||||||| edecc12
+    python benchmarks/distributed.py [--length 16384] [--ranks 2] [--dtype float32] [--rounds 3]
+    python benchmarks/distributed.py memory [--length 16384] [--ranks 1 --ranks 2 --ranks 4]
 
 Batch 1, 8 heads of 64, gloo on the loopback address, one thread for each process. Runs are interleaved
 (A B A B …): the first process alone with as many threads, then all processes together. Medians are printed.
@@ -154,7 +157,7 @@ def measure_times(
 
 @app.command()
 def times(
-    tokens: Annotated[int, typer.Option(help="Number of tokens of the sequence.")] = 16384,
+    length: Annotated[int, typer.Option(help="Number of tokens of the sequence.")] = 16384,
     ranks: Annotated[int, typer.Option(help="Number of processes.")] = 2,
     dtype: Annotated[str, typer.Option(help="Dtype.")] = "float32",
     rounds: Annotated[int, typer.Option(help="Number of rounds.")] = 3,
@@ -164,11 +167,15 @@ def times(
     """Time the processes, and one process that has as many threads."""
     threads = threads or ranks
     print(
-        f"torch {torch.__version__}, {dtype}, {tokens:,} tokens, {HEADS} heads of {SIZE}, {ranks} processes, "
+        f"torch {torch.__version__}, {dtype}, {length:,} tokens, {HEADS} heads of {SIZE}, {ranks} processes, "
         f"one process with {threads} threads"
+||||||| edecc12
+        f"torch {torch.__version__}, {dtype}, {length:,} tokens, {HEADS} heads of {SIZE}, {ranks} processes"
     )
     methods = method or ["ring", "ulysses"]
-    on_ranks(ranks, measure_times, tokens, getattr(torch, dtype), rounds, methods, threads)
+    on_ranks(ranks, measure_times, length, getattr(torch, dtype), rounds, methods, threads)
+||||||| edecc12
+    on_ranks(ranks, measure_times, length, getattr(torch, dtype), rounds, method or ["ring", "ulysses"])
 
 
 def peak() -> int:
@@ -196,16 +203,17 @@ def measure_memory(mesh: Any, tokens: int, dtype: torch.dtype, gradient: bool, m
 
 @app.command()
 def memory(
-    tokens: Annotated[int, typer.Option(help="Number of tokens of the sequence.")] = 16384,
+    length: Annotated[int, typer.Option(help="Number of tokens of the sequence.")] = 16384,
     ranks: Annotated[list[int] | None, typer.Option(help="Number of processes. Repeatable.")] = None,
     dtype: Annotated[str, typer.Option(help="Dtype.")] = "float32",
     method: Annotated[list[str] | None, typer.Option(help="ring or ulysses. Repeatable.")] = None,
 ) -> None:
     """Measure the memory of a process."""
+    print(f"torch {torch.__version__}, {dtype}, {length:,} tokens, {HEADS} heads of {SIZE}")
     for name in method or ["ring", "ulysses"]:
         for gradient in (False, True):
             for number in ranks or [1, 2, 4]:
-                on_ranks(number, measure_memory, tokens, getattr(torch, dtype), gradient, name)
+                on_ranks(number, measure_memory, length, getattr(torch, dtype), gradient, name)
 
 
 if __name__ == "__main__":

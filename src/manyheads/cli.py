@@ -243,12 +243,12 @@ def show(
     epilog="""
     Examples:
       # Record the heads of the shipped model, and open the atlas
-      manyheads atlas shipped --text docs/guides/*.md --out my-atlas
+      manyheads atlas shipped --text books --out my-atlas
       manyheads view my-atlas
 
       # On four processes; on several machines, start it by torchrun
-      manyheads atlas model --text books --out atlas --processes 4
-      torchrun --nproc-per-node 4 -m manyheads atlas model --text books --out atlas
+      manyheads atlas shipped --text books --out my-atlas --processes 4
+      torchrun --nproc-per-node 4 -m manyheads atlas shipped --text books --out my-atlas
     """,
 )
 def atlas(

@@ -192,6 +192,8 @@ def test_the_examples_of_a_page_run(name: str, tmp_path: Path) -> None:
     with manyheads.observe(model) as recording:
         model(torch.arange(20)[None])
     recording.save(tmp_path / "other.safetensors")
+    if name == "view":
+        manyheads.atlas.record("shipped", [tmp_path / "book.txt"], tmp_path / "my-atlas")
     pages = {"": app.registered_callback.epilog} | {name: each.epilog for name, each in COMMANDS.items()}  # type: ignore[union-attr]
     found = examples(pages[name] or "")
     assert any(words[0] == name for words in found) or not name
