@@ -2,9 +2,6 @@
 
     python benchmarks/distributed.py times [--length 16384] [--ranks 2] [--threads 2] [--method ulysses]
     python benchmarks/distributed.py memory [--length 16384] [--ranks 1 --ranks 2 --ranks 4]
-||||||| edecc12
-    python benchmarks/distributed.py [--length 16384] [--ranks 2] [--dtype float32] [--rounds 3]
-    python benchmarks/distributed.py memory [--length 16384] [--ranks 1 --ranks 2 --ranks 4]
 
 Batch 1, 8 heads of 64, gloo on the loopback address, one thread for each process. Runs are interleaved
 (A B A B …): the first process alone with as many threads, then all processes together. Medians are printed.
@@ -169,13 +166,9 @@ def times(
     print(
         f"torch {torch.__version__}, {dtype}, {length:,} tokens, {HEADS} heads of {SIZE}, {ranks} processes, "
         f"one process with {threads} threads"
-||||||| edecc12
-        f"torch {torch.__version__}, {dtype}, {length:,} tokens, {HEADS} heads of {SIZE}, {ranks} processes"
     )
     methods = method or ["ring", "ulysses"]
     on_ranks(ranks, measure_times, length, getattr(torch, dtype), rounds, methods, threads)
-||||||| edecc12
-    on_ranks(ranks, measure_times, length, getattr(torch, dtype), rounds, method or ["ring", "ulysses"])
 
 
 def peak() -> int:
