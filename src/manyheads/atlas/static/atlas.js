@@ -158,7 +158,7 @@ function drawRow(example) {
   const line = (label, where, weight) => {
     const bar = make("span", { class: "bar", "aria-hidden": "true" });
     bar.style.setProperty("--weight", weight);
-    return make("tr", {}, make("th", { scope: "row" }, label), make("td", { class: "muted" }, where), make("td", {}, format(weight)), make("td", {}, bar));
+    return make("tr", {}, make("th", { scope: "row" }, label), make("td", { class: "muted" }, where), make("td", {}, weight < 0.0005 ? "< 0.001" : weight.toFixed(3)), make("td", {}, bar));
   };
   return make("table", { class: "row" },
     make("caption", {}, `“${example.token}” at ${example.query} attends to`),
