@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -133,7 +132,7 @@ def attention_with_map(
             attention_with_map, (q, k, v), q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap,
             sink=sink, dropout_p=dropout_p, offset=offset, kernel=kernel, statistics=statistics,
         )  # fmt: skip
-    reductions = _reductions(statistics)
+    reductions = make_fusible(statistics)
     q, k, v = autocast(q, k, v)
     problem = Problem.of(q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink,
                          dropout_p=dropout_p, offset=offset)  # fmt: skip
@@ -150,7 +149,7 @@ def attention_with_map(
     if not compiling and (problem.q.is_inference() or problem.k.is_inference()):
         # In inference mode, PyTorch doesn't track in-place changes, so the map needs copies of q and k.
         amap = amap.compact(always=True)
-    return result.out, replace(amap, _kept=computed) if computed else amap
+    return result.out, amap.keeping(computed) if computed else amap
 
 
 def explain(
@@ -199,8 +198,19 @@ def explain(
     return kernels.verdicts(problem)
 
 
-def _reductions(statistics: Mapping[str, Any] | None) -> dict[tuple[Any, ...], Reduction]:
-    """Return the requested statistics by key; raise an error if one can't be computed in the same pass."""
+def make_fusible(statistics: Mapping[str, Any] | None) -> dict[tuple[Any, ...], Reduction]:
+    """Return the requested statistics by key.
+
+    Args:
+        statistics: The arguments of each statistic by its name.
+
+    Returns:
+        The reductions by their keys.
+
+    Raises:
+        TypeError: If statistics aren't a dict, or arguments don't match the statistic.
+        ValueError: If a statistic is unknown or can't be computed in the same pass as the output.
+    """
     if statistics is not None and not isinstance(statistics, Mapping):
         raise TypeError(
             f'Expected statistics to be a dict, {{"entropy": (), "top": 8}}, got {kind(statistics)}.'

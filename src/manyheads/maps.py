@@ -517,6 +517,17 @@ class AttentionMap(BaseMap):
         amap = AttentionMap.of(self.problem, self._lse, tokens, self.provenance, self.value_norm)
         return replace(amap, _kept=self._kept)
 
+    def keeping(self, computed: Mapping[tuple[Any, ...], Any]) -> AttentionMap:
+        """Return the map with statistics that were computed together with the output.
+
+        Args:
+            computed: The results by the keys of their reductions.
+
+        Returns:
+            The map, which returns copies of them.
+        """
+        return replace(self, _kept={**self._kept, **computed})
+
     def again(self, problem: Problem, lse: Tensor | None = None) -> AttentionMap:
         """Return the map of the given problem, with the provenance of this map.
 

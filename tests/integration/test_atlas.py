@@ -15,8 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from manyheads import atlas, lm
+from manyheads.atlas import corpus
+from manyheads.text import models
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("scipy")
@@ -90,6 +93,73 @@ def test_torchrun_prints_a_fault_once(folder: Path) -> None:
     assert done.returncode != 0
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("manyheads: "))
     assert "invalid byte at 3" in line
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])
+def test_the_cost_of_heads_of_hugging_face_models(name: str, tmp_path: Path) -> None:
+    """It is that of zeros in the head's slice of the input of the output projection."""
+    tf = pytest.importorskip("transformers")
+    from tests.integration.test_show_models import MODELS, TEXT, build, saved
+
+    kind, options, tokenizer = MODELS[name]
+    torch.manual_seed(0)
+    model = saved(tmp_path / "model", build(kind, **options), tokenizer())
+    (tmp_path / "text.txt").write_text(f"{TEXT}\n" * 4)
+    recorded = atlas.record(model, [tmp_path / "text.txt"], tmp_path / "atlas", length=32, ablate=True)
+    plain = tf.AutoModelForCausalLM.from_pretrained(model).eval()
+    encode = models.load(model).encode
+    windows = [
+        torch.tensor([window.ids])
+        for parts in recorded.plan.text.shards
+        for part in parts
+        for window in corpus.windows(recorded.plan.text, part, encode, 32)
+    ]
+
+    def total_loss() -> float:
+        with torch.no_grad():
+            logits = [plain(ids).logits[0, :-1] for ids in windows]
+        pairs = zip(logits, windows, strict=True)
+        return float(sum(F.cross_entropy(x, ids[0, 1:], reduction="sum") for x, ids in pairs))
+
+    before = total_loss()
+    rows = recorded.rows("ablation")
+    assert len(rows) == 8
+    assert rows[0]["loss"] == pytest.approx(before / rows[0]["tokens"], rel=1e-5)
+    for row in rows[::3]:
+        layer = plain.base_model.get_submodule(row_path(recorded, row))
+        projection = layer.c_proj if name == "gpt2" else layer.o_proj
+        columns = torch.arange(32).view(4, 8)[row["head"]]
+        hook = projection.register_forward_pre_hook(lambda _, x, c=columns: x[0].index_fill(-1, c, 0.0))
+        cost = (total_loss() - before) / row["tokens"]
+        hook.remove()
+        assert row["cost"] == pytest.approx(cost, abs=1e-5)
+        assert abs(cost) > 1e-4
+    recorded.read_passage(0)  # by the model without the layer that predicts, whose other weights are the same
+
+
+def row_path(recorded: atlas.Atlas, row: dict) -> str:
+    return recorded.facts["layers"][row["layer"]][0]
+
+
+@pytest.mark.full
+def test_a_model_that_does_not_predict_cannot_be_ablated(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.integration.test_show_models import KV, MODELS, TEXT, build, plain_words, saved
+
+    (tmp_path / "text.txt").write_text(TEXT)
+    cases = {
+        "bert": ("whose predictions depend on later ones", *MODELS["bert"]),
+        "t5": ("an encoder-decoder model", *MODELS["t5"]),
+        "albert": ("whose type albert has no such model", *MODELS["albert"]),
+        "llama": ("which was saved without the layer that does", "LlamaModel", KV, plain_words),
+    }
+    for name, (message, kind, options, tokenizer) in cases.items():
+        model = saved(tmp_path / name, build(kind, **options), tokenizer())
+        with pytest.raises(ValueError, match=message):
+            atlas.record(model, [tmp_path / "text.txt"], tmp_path / "atlas", ablate=True)
+        with pytest.raises(ValueError, match="loaded without the layer"):
+            atlas.record(models.load(model), [tmp_path / "text.txt"], tmp_path / "atlas", ablate=True)
 
 
 def test_faults_are_one_sentence_and_exit_code_2(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@
 corpus      text files, shards and windows
 plans       the model, options and text of an atlas: its manifest
 summaries   counts, sums, histograms and top lists of fixed size, and their merging
+causal      weights under a causal mask, from a small part of the scores
 measuring   the heads of a model on a batch of windows
 recording   measures the shards, on one process or several, and merges them
 tables      Parquet files, and the atlas that reads them

@@ -73,7 +73,7 @@ def content(atlas: Atlas, links: bool) -> dict[str, Any]:
         links: Whether examples have links that open them in the viewer.
 
     Returns:
-        The facts, and a list of heads with all that the page shows of each.
+        The facts, a list of heads with all that the page shows of each, and the passages of their examples.
     """
     heads = [_rounded(row) for row in atlas.rows("heads")]
     index = {(row["layer"], row["head"]): row for row in heads}
@@ -90,12 +90,16 @@ def content(atlas: Atlas, links: bool) -> dict[str, Any]:
         values = [row[name] for name in ("token", "position", "received")]
         index[row["layer"], row["head"]]["sinks"].append(values)
     files = {row["passage"]: row["file"] for row in atlas.rows("passages")}
+    passages = {number: atlas.passage(number) for number in files}
     for row in atlas.rows("examples"):
-        tokens = atlas.passage(row["passage"])
+        tokens = passages[row["passage"]]
         example = {
             "surprise": round(row["surprise"], 3),
             "file": files[row["passage"]],
             "query": row["query"],
+            "token": row["query_token"],
+            "passage": row["passage"],
+            "spans": [find_characters(tokens, n) for n in (row["query"], *row["keys"])],
             "parts": excerpt(tokens, row["query"], row["keys"], row["weights"]),
             "keys": [
                 [label, key, round(weight, 4)]
@@ -119,6 +123,7 @@ def content(atlas: Atlas, links: bool) -> dict[str, Any]:
         "measures": [[name, UNITS.get(name, "")] for name in MEASURES],
         "shares": list(SHARES),
         "heads": heads,
+        "passages": ["".join(passages[number].pieces) for number in sorted(passages)],
     }
 
 
@@ -128,6 +133,16 @@ def _rounded(row: Mapping[str, Any]) -> dict[str, Any]:
         name: float(f"{value:.5g}") if isinstance(value, float) and math.isfinite(value) else value
         for name, value in row.items()
     }
+
+
+def find_characters(tokens: TokenizedText, n: int) -> tuple[int, int]:
+    """Return the first character of a token in the joined pieces, and the one after its last.
+
+    A token that is a part of a character has the whole character.
+    """
+    unit = tokens.units[n]
+    start = sum(map(len, tokens.pieces[: unit[0]]))
+    return start, start + sum(len(tokens.pieces[m]) for m in unit)
 
 
 def excerpt(tokens: TokenizedText, query: int, keys: list[int], weights: list[float]) -> list[list[Any]]:
@@ -183,7 +198,8 @@ class Pages:
     @property
     def html(self) -> str:
         """The page, which loads its script and style sheet from the server."""
-        head = '<link rel="stylesheet" href="atlas.css">'
+        # Without an icon, the browser would request /favicon.ico.
+        head = '<link rel="icon" href="data:,">\n<link rel="stylesheet" href="atlas.css">'
         return _document(
             content(self.atlas, links=True), head, '<script type="module" src="atlas.js"></script>'
         )

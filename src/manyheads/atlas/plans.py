@@ -147,12 +147,15 @@ class Plan:
             )
 
 
-def load_model(model: Any) -> Model:
-    """Return a model that is given by name or loaded already, or the model of a plan."""
+def load_model(model: Any, with_logits: bool = False) -> Model:
+    """Return a model that is given by name or loaded already, or the model of a plan.
+
+    with_logits: Whether it must predict the next token.
+    """
     if isinstance(model, Model):
         return model
     name = model.model if isinstance(model, Plan) else model
-    return models.load(None if name in (None, models.SHIPPED) else name)
+    return models.load(None if name in (None, models.SHIPPED) else name, with_logits)
 
 
 def checksum(model: Model) -> str:

@@ -89,7 +89,7 @@ def record(
     tables.require()
     out = Path(out)
     whole(threads, "threads", 1, 1024)
-    model = load_model(model)
+    model = load_model(model, with_logits=ablate)
     if ablate and model.logits is None:
         model.losses(torch.zeros(1, 2, dtype=torch.int64))  # raises the error
     if length is None:

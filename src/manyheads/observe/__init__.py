@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from manyheads.functional import make_fusible
 from manyheads.observe.intercept import record_attention
 from manyheads.observe.recorder import Recorder
 from manyheads.observe.recording import NoSuchLayer, Recording, open_run
@@ -50,6 +51,7 @@ def observe(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     ablate: Sequence[tuple[str | int, int]] = (),
+    statistics: Mapping[str, Any] | None = None,
 ) -> Iterator[Recording]:
     """Record the attention maps of a model while the block runs, without changing its outputs.
 
@@ -71,6 +73,8 @@ def observe(
         device: The device to keep q and k on, e.g. "cpu".
         dtype: The precision to keep them in, e.g. torch.float16.
         ablate: Pairs (layer, head). The output of these heads is replaced by zeros.
+        statistics: Statistics to compute together with the output where manyheads' kernel computes it, as in
+            `attention_with_map(statistics=...)`, which takes less time than computing them from the maps.
 
     Yields:
         The `Recording`, an ordered mapping from paths of attention modules to maps.
@@ -91,16 +95,21 @@ def observe(
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(f"Expected dtype to be one of {', '.join(map(str, DTYPES))}, got {dtype!r}.")
     words = read_keep(keep)
-    statistics = None if keep == "maps" or words is not None else _check_statistics(keep)
+    kept = None if keep == "maps" or words is not None else _check_statistics(keep)
     if words is not None and (device is not None or dtype is not None):
         raise ValueError(
             'device= and dtype= apply to maps, and keep="words" keeps none. Leave them out, or use '
             'keep="maps".'
         )
-    if statistics is not None and (device is not None or dtype is not None):
+    if kept is not None and (device is not None or dtype is not None):
         raise ValueError(
             'device= and dtype= apply to maps, and keep="statistics" keeps none. '
             'Leave them out, or use keep="maps".'
+        )
+    fused = make_fusible(statistics)
+    if fused and keep != "maps":
+        raise ValueError(
+            f'statistics= are kept with maps, got keep={keep!r}. Name them in keep=, or use keep="maps".'
         )
     head_numbers = _as_list(heads, "heads", "head numbers")
     for head in head_numbers or ():
@@ -112,12 +121,13 @@ def observe(
     recorder = Recorder(
         model,
         recording,
-        keep=statistics,
+        keep=kept,
         layers=_as_list(layers, "layers", "paths or numbers of layers"),
         heads=head_numbers,
         max_bytes=None if max_bytes is None else most_bytes(max_bytes),
         store=[target for target in (device, dtype) if target is not None],
         ablate=_check_pairs(ablate),
+        statistics=statistics if fused else None,
     )
     with recorder.attached():
         yield recording

@@ -36,13 +36,14 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from manyheads import kernels, sdpa_hooks
 from manyheads.biases import Dense
 from manyheads.classic import common
-from manyheads.functional import attention, attention_with_map, autocast
+from manyheads.functional import attention, attention_with_map, autocast, make_fusible
 from manyheads.layouts import project_inputs, reshape_masks
 from manyheads.maps import AttentionMap
 from manyheads.masks import Causal, Rule
 from manyheads.masks.recognize import collapse, first_position, split_masks, visible
 from manyheads.problem import Problem
 from manyheads.shapes import kind, sizes
+from manyheads.statistics import Pass, Reduction
 
 INTERCEPTED = (
     "torch.nn.functional.scaled_dot_product_attention, torch.nn.MultiheadAttention and what is built on it, "
@@ -58,8 +59,11 @@ class Observer(Protocol):
     active: int  # the number of its modules that are running, on all threads
     strays: int  # the number of attention calls on threads on which no observed module was running
     closed: bool  # True if it no longer records
+    statistics: Mapping[str, Any] | None  # the statistics to compute together with the output
 
-    def record(self, path: str, problem: Problem, lse: Tensor | None) -> None:
+    def record(
+        self, path: str, problem: Problem, lse: Tensor | None, computed: Mapping[Any, Any] | None = None
+    ) -> None:
         """Record an attention call of a module."""
 
     def note_softmax(self, path: str, scores: Tensor) -> None:
@@ -175,13 +179,19 @@ def record_attention(problem: Problem, compute: Callable[[], Tensor], head_axis:
     return out if head_axis is None else ablate(out, head_axis)
 
 
-def record(problem: Problem, lse: Tensor | None = None) -> None:
-    """Record a finished call, with its log-sum-exp `[b, h, t]` if the kernel returned it."""
+def record(problem: Problem, lse: Tensor | None = None, computed: Mapping[Any, Any] | None = None) -> None:
+    """Record a finished call.
+
+    Args:
+        problem: The problem.
+        lse: The log-sum-exp `[b, h, t]` if the kernel returned it.
+        computed: Statistics by the keys of their reductions, if the kernel computed any.
+    """
     if torch._C._current_graph_task_id() != -1:
         return  # backward is running: activation checkpointing repeats the call
     for observer, path in dict(_thread.running).items():
         if not observer.closed:
-            observer.record(path, problem, lse)
+            observer.record(path, problem, lse, computed)
 
 
 def ablate(x: Tensor, head_axis: int = 1) -> Tensor:
@@ -341,9 +351,28 @@ def _attention(
     problem = Problem.of(*autocast(q, k, v), **options)
     check_readable("attention", q=q, k=k)
     with paused(problem.q.device):
-        result = kernels.run(problem, kernel)  # unlike `func`, this returns the log-sum-exp too
-    record(problem, result.lse_of_map(problem))
+        wanted = _wanted_statistics(problem)
+        together = Pass(problem.detach().without_values(), list(wanted.values())) if wanted else None
+        # Unlike `func`, this returns the log-sum-exp too.
+        result = kernels.run(problem, kernel, None if together is None else together.spec)
+        lse, computed = result.lse_of_map(problem), None
+        if together is not None and result.fused and lse is not None:
+            computed = dict(zip(wanted, together.results(lse, result.fused), strict=True))
+    record(problem, lse, computed)
     return ablate(result.out)
+
+
+def _wanted_statistics(problem: Problem) -> dict[Any, Reduction]:
+    """Return the statistics to compute together with the output, by their keys.
+
+    There are none if the kernel would compute the output in a different order with them.
+    """
+    wanted: dict[Any, Reduction] = {}
+    for observer, _ in _thread.running:
+        if observer.statistics and not observer.closed:
+            wanted |= make_fusible(observer.statistics)
+    is_same = bool(wanted) and kernels.fuses(problem) and kernels.load("native").gives_lse(problem)
+    return wanted if is_same else {}
 
 
 def _attention_with_map(

@@ -37,6 +37,7 @@ class Recorder:
     max_bytes: int | None
     store: Sequence[torch.device | str | torch.dtype]
     ablate: Sequence[tuple[str | int, int]]
+    statistics: Mapping[str, Any] | None = None  # to compute together with the output
     attended: dict[str, int] = field(default_factory=dict)  # head counts by path, in order of first call
     ran: bool = False
     closed: bool = False
@@ -88,8 +89,13 @@ class Recorder:
 
     # -- recording ---------------------------------------------------------------------------------
 
-    def record(self, path: str, problem: Problem, lse: Tensor | None) -> None:
-        """Record an attention call of a module if its layer is to be recorded."""
+    def record(
+        self, path: str, problem: Problem, lse: Tensor | None, computed: Mapping[Any, Any] | None = None
+    ) -> None:
+        """Record an attention call of a module if its layer is to be recorded.
+
+        computed: Statistics that were computed together with the output, by the keys of their reductions.
+        """
         with self.lock, torch.no_grad():
             self.attended.setdefault(path, problem.shape.h)
             if self.layers is not None and not any(self._matches(layer, path) for layer in self.layers):
@@ -119,6 +125,8 @@ class Recorder:
                 amap = amap.compact()
                 for target in self.store:
                     amap = amap.to(target)
+                if computed and self.heads is None and not self.store:
+                    amap = amap.keeping(computed)
             self.recording.add(path, amap if self.keep is None else Reduced.of(amap, self.keep), k)
             self._check_size(path)
 

@@ -81,8 +81,8 @@ class Model:
         """
         if self.logits is None:
             raise ValueError(
-                f"Expected a model that predicts the next token, got {self.name}, which gives no logits. "
-                "Choose a checkpoint of manyheads train, or a causal language model."
+                f"Expected a model that predicts the next token, got {self.name}, which was loaded without "
+                "the layer that does. Give its name, or load it with with_logits=True."
             )
         with torch.no_grad(), _quiet():
             logits = self.logits(ids[:, :-1])  # [b, t - 1, vocab]
@@ -123,26 +123,29 @@ class Model:
         return recording
 
 
-def load(name: str | os.PathLike[str] | None = None) -> Model:
+def load(name: str | os.PathLike[str] | None = None, with_logits: bool = False) -> Model:
     """Load a model that reads text.
 
     Args:
         name: A folder with a checkpoint of `manyheads train` or a Hugging Face model, or a name in the local
             cache of Hugging Face. None is the model that ships with manyheads.
+        with_logits: Whether it must predict the next token. Of a Hugging Face model, the layer that does is
+            loaded only then.
 
     Returns:
         The model with its tokenizer.
 
     Raises:
         FileNotFoundError: If there is no such model.
-        ValueError: If it can't be loaded, or doesn't read text.
+        ValueError: If it can't be loaded, doesn't read text, or doesn't predict the next token and must.
         ImportError: If it is a Hugging Face model and transformers isn't installed.
     """
     if name is None:
         return _load_checkpoint(SHIPPED, None)
     folder = Path(name) if Path(name).exists() else _find_cached(os.fspath(name))
-    load_from = _load_hugging_face if _is_hugging_face(folder) else _load_checkpoint
-    return load_from(os.fspath(name), folder)
+    if _is_hugging_face(folder):
+        return _load_hugging_face(os.fspath(name), folder, with_logits)
+    return _load_checkpoint(os.fspath(name), folder)
 
 
 def _find_cached(name: str) -> Path:
@@ -215,13 +218,18 @@ def _load_checkpoint(name: str, folder: Path | None) -> Model:
 # -- Hugging Face models ---------------------------------------------------------------------------
 
 
-def _load_hugging_face(name: str, folder: Path) -> Model:
+def _load_hugging_face(name: str, folder: Path, with_logits: bool) -> Model:
     try:
         import transformers  # noqa: F401
     except ImportError:
         raise extras.missing(f"{name} is a Hugging Face model and", "transformers", "hf") from None
+    logits = None
     with _quiet():
-        model = _load_weights(name, folder)
+        if with_logits:
+            predictor = _load_predictor(name, folder)
+            model, logits = predictor.base_model, partial(_compute_logits, predictor)
+        else:
+            model = _load_weights(name, folder)
         tokenizer = _load_tokenizer(name, folder)
     reader, vocabulary = _find_reader(model), None
     with suppress(AttributeError, NotImplementedError):  # some models have no input embeddings
@@ -239,15 +247,50 @@ def _load_hugging_face(name: str, folder: Path) -> Model:
         return ids, tokens
 
     notes = () if reader is model else ("the encoder of an encoder-decoder model is shown",)
-    return Model(name, model, reader, _find_context(reader, tokenizer), encode, notes)
+    return Model(name, model, reader, _find_context(reader, tokenizer), encode, notes, logits=logits)
 
 
-def _load_weights(name: str, folder: Path) -> Any:
-    """Return the model of a folder, without its head, in evaluation mode."""
-    from transformers import AutoModel
+def _load_predictor(name: str, folder: Path) -> Any:
+    """Return the causal language model of a folder, whose `base_model` is that of `_load_weights`."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    expected = f"Expected a model that predicts the next token from earlier ones, got {name}, "
+    hint = "Choose a causal language model."
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many types
+        raise ValueError(f"{name} can't be loaded by transformers: {_first_sentence(error)}.") from None
+    if config.is_encoder_decoder:
+        raise ValueError(f"{expected}an encoder-decoder model, whose encoder reads the text. {hint}")
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(
+            f"{expected}whose type {config.model_type} has no such model in transformers. {hint}"
+        )
+    predictor = _load_weights(name, folder, "AutoModelForCausalLM")
+    # A masked language model, such as BERT, can be loaded as a causal one, but reads later tokens too.
+    ids = torch.arange(1, 9).clamp(max=config.get_text_config().vocab_size - 1)[None]
+    other = ids.clone()
+    other[0, -1] = 0
+    with torch.no_grad():
+        first, second = (_compute_logits(predictor, each)[:, :-1] for each in (ids, other))
+    if not torch.allclose(first, second, rtol=1e-3, atol=1e-3):
+        raise ValueError(f"{expected}whose predictions depend on later ones. {hint}")
+    return predictor
+
+
+def _compute_logits(predictor: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits of the next tokens `[b, t, vocab]` for ids `[b, t]`."""
+    logits: torch.Tensor = predictor(input_ids=ids, use_cache=False).logits
+    return logits
+
+
+def _load_weights(name: str, folder: Path, loader: str = "AutoModel") -> Any:
+    """Return the model of a folder in evaluation mode; by `AutoModel`, without the layer that predicts."""
+    import transformers
 
     try:
-        model, loaded = AutoModel.from_pretrained(
+        model, loaded = getattr(transformers, loader).from_pretrained(
             folder,
             local_files_only=True,
             trust_remote_code=False,
@@ -272,6 +315,12 @@ def _load_weights(name: str, folder: Path) -> Any:
         if path in absent and id(x) in reads and "pooler" not in path
         if "Sinusoid" not in type(model.get_submodule(path.rpartition(".")[0])).__name__
     ]
+    inner = {id(x) for x in model.base_model.parameters()}
+    if random and not any(id(model.get_parameter(path)) in inner for path in random):
+        raise ValueError(
+            f"Expected a model that predicts the next token, got {name}, which was saved without the layer "
+            "that does. Choose one that was saved as a causal language model."
+        )
     if random:
         raise ValueError(
             f"{name}: {len(random)} of the weights that config.json describes are missing or have the wrong "

@@ -493,6 +493,39 @@ def continued(
         past = model(x[:, end - n : end], past, None if causal else mask, causal)
 
 
+@pytest.mark.parametrize("options", [{}, {"heads": [1, 2]}, {"dtype": torch.float64}], ids=str)
+@pytest.mark.parametrize("t", [3, 40])
+def test_statistics_with_the_output_are_those_of_the_maps(t: int, options: dict[str, Any]):
+    wanted = {"entropy": (), "received": (), "top": 2}
+    q, k, v = (randn(2, n, t, D) for n in (4, 2, 2))
+    model = Function(lambda: mh.attention(q, k, v, mask=mh.Causal()))
+    with torch.no_grad():
+        recording = record(model, observing={"statistics": wanted, **options})  # the output doesn't change
+        plain = record(model, observing=options)
+    found, expected = recording[0].statistics(**wanted), plain[0].statistics(**wanted)
+    assert_agree(found["entropy"], expected["entropy"])
+    assert_agree(found["received"], expected["received"])
+    assert torch.equal(found["top"].keys, expected["top"].keys)
+    assert_agree(found["top"].weights, expected["top"].weights)
+    assert_agree(recording[0].row_max(), plain[0].row_max())  # not one of them
+    assert (recording.nbytes > plain.nbytes) == (t == 40 and not options)
+
+
+def test_statistics_that_cannot_be_computed_with_the_output():
+    for wanted, error, message in (
+        ({"mass": mh.Causal()}, ValueError, "mass takes a mask or tensor"),
+        ({"nothing": ()}, ValueError, "Expected statistics among … got 'nothing'"),
+        (["entropy"], TypeError, "Expected statistics to be a dict"),
+    ):
+        with raises(error, message), observe(CausalAttention(), statistics=wanted):
+            pass
+    with (
+        raises(ValueError, "statistics= are kept with maps, got keep='statistics'"),
+        observe(CausalAttention(), keep="statistics", statistics={"entropy": ()}),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("chunks", [(5, 1, 1, 1, 1), (5, 3, 1), (1,) * 9, (4, 5), (1, 8)], ids=str)
 @pytest.mark.parametrize("explicit", [False, True], ids=["is_causal", "masks"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -1,6 +1,6 @@
 // The page of an atlas: a map of all heads, a table of them, and the details of one.
 
-const { facts, heads, measures, shares } = JSON.parse(document.getElementById("data").textContent);
+const { facts, heads, measures, shares, passages } = JSON.parse(document.getElementById("data").textContent);
 const UNITS = Object.fromEntries(measures);
 const EXTRA = { sink_rate: "", sink_first: "", ablation_cost: "nats" };
 const NAMES = { sink_rate: "sink rate", sink_first: "sink first", ablation_cost: "ablation cost", row_max: "largest weight" };
@@ -120,9 +120,10 @@ function plot(points, name, text) {
     drawing("path", { d: path })), make("figcaption", { class: "muted" }, name));
 }
 
-function drawExample(example) {
+// Parts are [text, weight, is the query]: the weight is null for text that is no key, the text is null where some is left out.
+function drawText(parts) {
   const text = make("p");
-  for (const [part, weight, isQuery] of example.parts) {
+  for (const [part, weight, isQuery] of parts) {
     if (part === null) text.append(make("span", { class: "muted" }, " … "));
     else if (weight === null && !isQuery) text.append(part);
     else {
@@ -131,8 +132,49 @@ function drawExample(example) {
       text.append(span);
     }
   }
-  const keys = example.keys.map(([label, key, weight]) => `“${label}” ${format(weight)} at ${key}`).join(", ");
-  return make("div", { class: "example" }, text, make("div", { class: "about" }, `query at ${example.query}; keys: ${keys}; ${example.file} `,
+  return text;
+}
+
+// The parts of the whole passage of an example.
+function passageOf(example) {
+  const characters = [...passages[example.passage]], marks = new Map(), parts = [];
+  example.spans.forEach(([start, stop], n) => {
+    const mark = marks.get(start) ?? { stop, weight: null, isQuery: false };
+    if (n === 0) mark.isQuery = true;
+    else mark.weight = Math.max(mark.weight ?? 0, example.keys[n - 1][2]);
+    marks.set(start, mark);
+  });
+  let at = 0;
+  for (const [start, { stop, weight, isQuery }] of [...marks].sort((x, y) => x[0] - y[0])) {
+    parts.push([characters.slice(at, start).join(""), null, false], [characters.slice(start, stop).join(""), weight, isQuery]);
+    at = stop;
+  }
+  return [...parts, [characters.slice(at).join(""), null, false]];
+}
+
+// The largest weights of the query, and the sum of the others.
+function drawRow(example) {
+  const rest = Math.max(0, 1 - example.keys.reduce((sum, [, , weight]) => sum + weight, 0));
+  const line = (label, where, weight) => {
+    const bar = make("span", { class: "bar", "aria-hidden": "true" });
+    bar.style.setProperty("--weight", weight);
+    return make("tr", {}, make("th", { scope: "row" }, label), make("td", { class: "muted" }, where), make("td", {}, weight < 0.0005 ? "< 0.001" : weight.toFixed(3)), make("td", {}, bar));
+  };
+  return make("table", { class: "row" },
+    make("caption", {}, `“${example.token}” at ${example.query} attends to`),
+    ...example.keys.map(([label, key, weight]) => line(`“${label}”`, key === example.query ? "itself" : `at ${key}`, weight)),
+    rest >= 0.0005 ? line("other keys", "", rest) : null);
+}
+
+function drawExample(example) {
+  const open = () => {
+    if (whole.children.length > 1) return;
+    const text = drawText(passageOf(example));
+    whole.append(text);
+    text.scrollTop = text.querySelector(".query").offsetTop - text.offsetTop - text.clientHeight / 2;
+  };
+  const whole = make("details", { ontoggle: open }, make("summary", {}, "whole passage"));
+  return make("div", { class: "example" }, drawText(example.parts), drawRow(example), whole, make("div", { class: "about" }, `${example.file} `,
     example.link ? make("a", { href: example.link, target: "_blank", rel: "noopener" }, "open in the viewer") : null));
 }
 
@@ -159,7 +201,8 @@ function drawDetail() {
     make("div", {}, head.sinks.map(([token, position, received]) => `“${token}” at ${position}: ${format(received)}`).join("; ") || "–",
       make("span", { class: "muted" }, ` · ${format(100 * head.sink_rate)} % of the queries give the first key more than 0.3`)),
     make("h3", {}, "Most surprising examples"),
-    make("div", { class: "muted" }, "The query is underlined, its keys are highlighted by weight."),
+    make("div", { class: "muted" }, "The query is underlined, its keys are highlighted by weight.",
+      head.examples.some((example) => example.link) ? null : make("span", {}, " This page has the largest weights of each example; ", make("code", {}, "manyheads view DIR"), ", with the folder of the atlas, opens the whole matrix.")),
     ...head.examples.map(drawExample),
   );
 }
