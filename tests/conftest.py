@@ -22,7 +22,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 
-from manyheads import cli
+from manyheads import checker, cli
 from manyheads.checker.checks import registry
 from manyheads.kernels import chunked, plans
 
@@ -177,3 +177,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checker without its slow checks, which have tests of their own."""
     slow = ("torch.compile", "memory growth")
     monkeypatch.setattr(registry, "CHECKS", [one for one in registry.CHECKS if one.name not in slow])
+
+
+@pytest.fixture
+def undiagnosed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checker without the search for the bug behind a failure, for tests of a single check's result."""
+    monkeypatch.setattr(checker, "diagnose", lambda *arguments: [])

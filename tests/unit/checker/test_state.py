@@ -109,6 +109,7 @@ def test_random_numbers_of_a_call_are_no_change() -> None:
     assert result(checker.check(attention(start=start), "self"), "state").status == "passed"
 
 
+@pytest.mark.usefixtures("undiagnosed")
 @pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("step", "name"),
