@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import heapq
 import os
 import random
 import signal
@@ -20,7 +22,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 
-from manyheads import cli
+from manyheads import checker, cli
 from manyheads.checker.checks import registry
 from manyheads.kernels import chunked, plans
 
@@ -46,32 +48,42 @@ def settings_of(item: Any) -> set[Any]:
     params, found = item.callspec.params, set()
     each = tuple(params[name] for name in item.get_closest_marker("sampled").args)
     for name, value in params.items():
-        plain = value if isinstance(value, Hashable) else item.callspec.indices[name]
+        plain = value if isinstance(value, Hashable) else repr(value)  # a list, or a dict
         found |= {(each, name, x) for x in (value.settings() if hasattr(value, "settings") else [plain])}
     return found
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is applied
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Mark as `full` or `exhaustive` what the everyday tier leaves out of a test marked `sampled`.
+    """Mark as `full` or `exhaustive` what the everyday tier leaves out of a test marked `sampled` or `every`.
 
-    It runs with few of the parameters, in which every value of each occurs, chosen greedily: the same ones
-    in every run. `sampled("kernel")` does so for each kernel, `sampled(kernel="auto")` for that one alone.
-    Of the others, `full` are some in which every pair of values of two parameters occurs; all of a test
-    with one parameter.
+    Of a test marked `every(n)`, each n-th set of parameters runs every day, the first included.
+
+    A test marked `sampled` runs with few of the parameters, in which every value of each occurs, chosen
+    greedily: the same ones in every run. `sampled("kernel")` does so for each kernel,
+    `sampled(kernel="auto")` for that one alone. Of the others, `full` are some in which every pair of values
+    of two parameters occurs; all of a test with one parameter.
     """
     for _, group in groupby(items, lambda item: item.nodeid.partition("[")[0]):
         settings = {}
-        for item in group:
+        for n, item in enumerate(group):
+            if (marker := item.get_closest_marker("every")) and n % marker.args[0]:
+                item.add_marker("full")
             if marker := item.get_closest_marker("sampled"):
                 if all(item.callspec.params[name] == value for name, value in marker.kwargs.items()):
                     settings[item] = settings_of(item)
                 else:
                     item.add_marker("full")
         left = set().union(*settings.values())
+        queue = [(-len(found), n, item) for n, (item, found) in enumerate(settings.items())]
+        heapq.heapify(queue)
         while left:
-            best = max(settings, key=lambda item: len(settings[item] & left))  # the first among equals
-            left -= settings.pop(best)
+            _, n, item = heapq.heappop(queue)  # the one with most settings, the first among equals
+            gain = len(settings[item] & left)
+            if queue and (-gain, n) > queue[0][:2]:  # others have become fewer too, but never more
+                heapq.heappush(queue, (-gain, n, item))
+            else:
+                left -= settings.pop(item)
         paired: set[Any] = set()
         for item in random.Random(0).sample(list(settings), len(settings)):
             pairs = {
@@ -79,6 +91,12 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
             }
             item.add_marker("exhaustive" if pairs and pairs <= paired else "full")
             paired |= pairs
+
+
+def pytest_collection_finish() -> None:
+    """Leave the thousands of tests out of every garbage collection, also those that tests start."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -159,3 +177,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checker without its slow checks, which have tests of their own."""
     slow = ("torch.compile", "memory growth")
     monkeypatch.setattr(registry, "CHECKS", [one for one in registry.CHECKS if one.name not in slow])
+
+
+@pytest.fixture
+def undiagnosed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checker without the search for the bug behind a failure, for tests of a single check's result."""
+    monkeypatch.setattr(checker, "diagnose", lambda *arguments: [])

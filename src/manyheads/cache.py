@@ -58,8 +58,8 @@ class Cache:
         self._kept: Tensor | None = None  # [b or 1, g or 1, n]: the positions of the keys of the last `keep`
         self._k: Tensor | None = None  # [b, g, capacity, d]
         self._v: Tensor | None = None  # [b, g, capacity, w]
-        # With votes=w, the weights of the query at position i are in row i % n, [b, h, n, capacity]. With
-        # votes="all", the only row has the sums over all queries.
+        # [b, h, n, capacity]. With votes=w, there are n ≤ w rows, and row i % n has the weights of the query
+        # at position i. With votes="all", the only row has the sums over all queries.
         self._rows: Tensor | None = None
         self._voters: dict[int, int] = {}  # by row, the position of the query whose weights it has
         self._voted = 0  # with votes="all", the number of queries in the sums
@@ -262,7 +262,7 @@ class Cache:
     # -- votes -----------------------------------------------------------------------------------------
 
     def vote(self, amap: AttentionMap) -> None:
-        """Keep the weights of the last queries of a map. A layer calls it for each map.
+        """Keep the weights of a map's last queries. A layer calls this for the map of each step.
 
         Args:
             amap: The map `[b, h, t, s]` over all keys of the cache.

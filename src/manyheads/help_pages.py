@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-MAX_COLUMN = 24  # characters on the left; the description of a longer entry starts on the next line
+MAX_COLUMN = 24  # width of the left column; the description of a longer entry starts on the next line
 
 Groups = dict[str, list[tuple[str, str]]]  # by title: names of commands, arguments or options; descriptions
 

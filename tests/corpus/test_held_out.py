@@ -89,6 +89,7 @@ def test_a_wrong_module_fails_and_is_named_truly_or_not_at_all(
         assert names == expected
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("stem", [f"correct_{n}" for n in range(1, 6)])
 def test_a_correct_module_passes(stem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = report(stem, monkeypatch)

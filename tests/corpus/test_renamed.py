@@ -30,6 +30,7 @@ def rename(text: str, target: str) -> tuple[str, str]:
     return text, names[target]
 
 
+@pytest.mark.every(20)
 @pytest.mark.parametrize(
     "style",
     [pytest.param(x, marks=() if n % 10 == 0 else pytest.mark.full) for n, x in enumerate(matrix.TABLES)],

@@ -125,6 +125,7 @@ def test_a_reader_that_leaves_doesnt_stop_the_work(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("manyheads-out/*.png"))) == 1
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.name != "posix", reason="pipes")
 def test_a_reader_of_one_line_gets_it_and_the_files_are_written(tmp_path: Path) -> None:
     """As in `manyheads show … --all | head -1`."""

@@ -220,6 +220,7 @@ def test_chunked_is_one_opaque_operator() -> None:
     assert sizes[0][1] == 1
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kernel", ["reference", "chunked", "auto"])
 def test_dropout_is_drawn_anew_in_a_compiled_function(kernel: str) -> None:
     q = torch.zeros(1, 1, 30, 4)
@@ -232,6 +233,7 @@ def test_dropout_is_drawn_anew_in_a_compiled_function(kernel: str) -> None:
     assert abs((drawn > 0).double().mean() - 0.5) < 5 * 0.5 / 30
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kernel", ["reference", "chunked", "auto"])
 def test_dropouts_gradient_in_a_compiled_function(kernel: str) -> None:
     """The backward of the compiled graph uses the mask that its forward drew."""
@@ -244,6 +246,7 @@ def test_dropouts_gradient_in_a_compiled_function(kernel: str) -> None:
     assert_same(out, weights * drop @ v.repeat_interleave(2, 1), (q, k, v))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kernel", ["reference", "chunked", "native", "auto"])
 def test_fully_masked_rows_of_a_compiled_function(kernel: str) -> None:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -255,6 +258,7 @@ def test_fully_masked_rows_of_a_compiled_function(kernel: str) -> None:
     assert not quick(*leaves)[:, :, :3].any()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_masked_keys_do_not_leak_into_a_compiled_function(kernel: str) -> None:
     """Padding of NaN, forward and backward, in a graph that looks at no data."""
@@ -341,6 +345,7 @@ def test_a_layer_compiled_in_place_with_a_context() -> None:
     close(m(x, context, mask=mh.Lengths(torch.tensor([3, 7]))), expected)
 
 
+@pytest.mark.full
 def test_a_compiled_layer_under_autocast() -> None:
     m = mh.MultiHeadAttention(16, 4, position=mh.Rotary(4))
     x = torch.randn(2, 5, 16)
@@ -351,6 +356,7 @@ def test_a_compiled_layer_under_autocast() -> None:
     close(out, expected)
 
 
+@pytest.mark.full
 def test_decoding_with_a_compiled_layer() -> None:
     """A cache goes into the compiled layer; forty steps make no forty graphs."""
     m = mh.MultiHeadAttention(16, 4, position=mh.Rotary(4)).double().eval()

@@ -39,6 +39,7 @@ GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *GUIDES]
 PAGES += sorted((ROOT / "docs" / "explanation").glob("*.md"))
 PEERS = ("x_transformers", "labml_nn", "keras", "jax", "diffusers")  # the extras `findings`, `diffusion`
+SLOW = ("export-to-onnx", "check-homework-in-ci")  # guides whose examples take seconds
 OPTIONAL = {"onnx": ("manyheads.onnx", "onnx")}  # by extra: what shows that a text needs it, and a package
 
 
@@ -182,7 +183,12 @@ def test_token_by_token_gives_the_same_output(names: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in GUIDES if page.stem != "index"], ids=lambda page: page.stem
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.full] * (page.stem in SLOW))
+        for page in GUIDES
+        if page.stem != "index"
+    ],
 )
 def test_the_examples_of_a_guide_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a guide's blocks one after the other, in a folder of its own."""

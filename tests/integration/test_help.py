@@ -54,6 +54,7 @@ def test_version() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"manyheads {manyheads.__version__}\n", "")
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("words", PAGES, ids=" ".join)
 def test_a_page_fits_a_terminal_of_80_columns_and_has_no_colors_in_a_pipe(words: list[str]) -> None:
     page = run(*words, env={**os.environ, "COLUMNS": "80"}).stdout

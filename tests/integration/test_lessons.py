@@ -10,9 +10,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from manyheads import checker
 from manyheads.checker.isolation.target import find
@@ -32,6 +30,9 @@ def test_there_are_four_lessons() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_lesson_is_stored_without_outputs_and_runs(path: Path) -> None:
+    import nbformat  # slow: jsonschema builds the grammars of internet addresses
+    from nbclient import NotebookClient
+
     book = nbformat.read(path, as_version=4)
     nbformat.validate(book)
     code = [cell for cell in book.cells if cell.cell_type == "code"]
@@ -44,6 +45,8 @@ def test_a_lesson_is_stored_without_outputs_and_runs(path: Path) -> None:
 
 def commands_of(stem: str) -> list[tuple[str, dict[str, Any]]]:
     """(name, arguments of check) as the notebooks' command lines have them."""
+    import nbformat
+
     found = []
     for path in NOTEBOOKS:
         text = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells)

@@ -59,6 +59,7 @@ def test_32k_tokens(what: str, limit: float) -> None:
     assert beyond(32768, what) < limit
 
 
+@pytest.mark.full
 def test_the_measure_detects_a_matrix() -> None:
     """The reference kernel at 2,048 tokens builds weights of 134 MB, and more than once."""
     assert beyond(2048, "forward", "reference") > 134

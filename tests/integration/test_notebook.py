@@ -15,10 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
 import torch
-from nbformat.v4 import new_code_cell, new_notebook, new_output
 from playwright.sync_api import expect, sync_playwright
 
 import manyheads as mh
@@ -188,6 +186,7 @@ def test_nbconvert_writes_the_page_and_the_picture_of_a_widget(
     large: Large, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from nbconvert import HTMLExporter
+    from nbformat.v4 import new_code_cell, new_notebook, new_output
 
     widget, amap, _ = large
     monkeypatch.undo()
@@ -228,6 +227,9 @@ print("weights:", small[0, 1].flatten().tolist())""",
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[str]:
     """The address of a JupyterLab with folders of its own and a notebook in it."""
+    import nbformat  # slow: jsonschema builds the grammars of internet addresses
+    from nbformat.v4 import new_code_cell, new_notebook
+
     if importlib.util.find_spec("jupyterlab") is None:
         pytest.skip("jupyterlab isn't installed")
     if CHROMIUM is None:

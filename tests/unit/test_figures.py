@@ -138,6 +138,7 @@ def test_few_tokens_get_numbers() -> None:
     assert f"{weights[6, 2]:.2f}" in words(figures.head(weights))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("tokens", [1, 7, 64, 900])
 def test_weights_have_the_viewers_colours_on_a_scale_of_square_roots(tokens: int) -> None:
     amap = made_map(t=tokens)
@@ -279,6 +280,7 @@ def test_a_map_is_labelled_with_its_own_tokens() -> None:
     assert ticks(figures.grid(amap).axes[0].yaxis) == ["a", "b"]
 
 
+@pytest.mark.full
 def test_a_figure_of_many_heads_fits_a_page_and_names_what_fits() -> None:
     wide = figures.grid(made_map(b=1, h=70, t=3))
     named = [axes.get_title() for axes in wide.axes if axes.get_title()]
@@ -388,6 +390,7 @@ def test_a_text_that_fits_is_shown_token_by_token() -> None:
     assert figure.axes[0].get_xlabel() == "key"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("reduce", ["max", "mean"])
 def test_the_colour_bar_tells_how_cells_are_pooled(reduce: str) -> None:
     amap = made_map(t=900)
@@ -463,6 +466,7 @@ def test_received_attention_is_the_sum_of_columns(normalize: str | None) -> None
     assert "masked" in words(figure)
 
 
+@pytest.mark.full
 def test_received_attention_of_a_long_text_is_the_largest_of_each_cell() -> None:
     amap = made_map(t=1000, h=2)
     figure = figures.received([amap], title="what keys receive")
@@ -575,6 +579,7 @@ def test_an_encoding_as_an_image() -> None:
 UNUSUAL = ["$x$", "a_b^c", "漢字", "🙂", "é", "\x1b[31m", "\u202e", "\\frac{", "", "⏎", "…ing", "x" * 60]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("format", ["png", "svg", "pdf"])
 def test_any_token_can_be_drawn(format: str) -> None:
     """matplotlib warns about a glyph that no font has, and warnings are errors."""
@@ -599,6 +604,7 @@ def only_default_font(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fonts._choose.cache_clear()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("only_default_font")
 def test_a_figure_says_that_no_font_has_a_character() -> None:
     note = "has the characters drawn as boxes, such as U+6F22 (cjk unified ideograph-6f22); Noto's"
@@ -695,6 +701,7 @@ def test_tokens_of_one_character_have_one_label() -> None:
     assert ticks(figure.axes[0].xaxis)[:3] == ["tail", "or", "tail"]
 
 
+@pytest.mark.full
 def test_labels_that_say_where_they_are_have_no_positions() -> None:
     def labels(names: list[str]) -> list[str]:
         return ticks(figures.grid([made_map(t=40, h=1)], names).axes[0].xaxis)
@@ -788,6 +795,7 @@ def test_labels_of_a_very_long_text() -> None:
     test_no_two_texts_overlap_and_none_is_cut("grid", (30_000, 30_000), "mixed")
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize("tokens", [1, 7, 60, 300, 2000])
 @pytest.mark.parametrize("kind", ["head", "beside", "grid", "received"])
 def test_every_cell_has_two_pixels(kind: str, tokens: int) -> None:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from textwrap import dedent
@@ -53,6 +54,7 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+@cache
 def imports(path: Path, module: str) -> list[tuple[str, int, bool]]:
     """Return what a module imports from manyheads, also inside functions: (name, line, inside a function).
 

@@ -301,6 +301,7 @@ def some(kind: str) -> mh.AttentionMap:
     return mh.AttentionMap.of(Problem.of(q, k, k, **hiding(kind)))
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("known", [True, False], ids=["lse known", "lse unknown"])
 @pytest.mark.parametrize("pick", PICKS, ids=str)
 @pytest.mark.parametrize("kind", HIDING)

@@ -297,6 +297,7 @@ INVALID: list[tuple[type[Exception], Callable[[], Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("error", "call"), INVALID)
 def test_documented_errors_are_raised_in_one_line(error: type[Exception], call: Callable[[], Any]) -> None:
     from_the_disk = issubclass(error, OSError)

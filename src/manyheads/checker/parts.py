@@ -148,10 +148,12 @@ class RotaryPositions(Part):
         factor: The factor of the positions (linear scaling, for contexts longer than in training).
         direction: 1, or −1 for code that rotates q and k the other way, which is equally right.
         roles: Those of q, k and v that are rotated.
-        place: "heads", "width" (before the heads are split) or "along heads" (by the head, not the token).
-        begin: The first position of a step with a cache, by the lengths of the steps up to it; None for the
-            sum of the earlier ones, which is right.
-        moved: Those of q and k with this bug.
+        place: "heads", "width" (before the heads are split) or "along heads" (by the number of the head
+            instead of the token's, which is a bug).
+        begin: A function that returns the first position of a step with a cache, from the oracle and the
+            lengths of the steps up to this one. None for the sum of the earlier lengths, which is correct;
+            all others are bugs.
+        moved: Those of q and k whose positions begin there.
         rotates_again: Whether each step rotates all cached keys again, which is a bug.
         is_given: Whether the call gives the angles, as cosines and sines.
     """
@@ -190,7 +192,7 @@ class RotaryPositions(Part):
     def select_tokens(self, x: Inputs, role: str, oracle: Attention) -> Tensor:
         """Return the numbers of the queries' tokens, or of the keys', by which they are rotated."""
         if self.rotates_again and role == "k" and x.steps and x.positions is None:
-            times = range(len(x.steps), 0, -1)  # that keys of each step are rotated
+            times = range(len(x.steps), 0, -1)  # how often the keys of each step are rotated
             return torch.arange(x.s) * torch.cat(
                 [torch.full((n,), k) for n, k in zip(x.steps, times, strict=True)]
             )
@@ -263,7 +265,7 @@ class Window(Part):
 
 @dataclass(frozen=True)
 class NoWindow(Part):
-    """No window, where a caller's flag is off and the outputs are those of a window."""
+    """No window: a flag says so, although the candidate's outputs are those of a window."""
 
     flag: str
     window: Window
@@ -295,8 +297,8 @@ class TableBias(Bias):
 
     Attributes:
         path: The table: `[n, h]` or `[h, n]` by distance, or `[h, n, n]` by positions.
-        kind: "buckets" (T5), "distances" (a row for each, up to a largest one), "positions" or "window" (by
-            the distances between the rows and the columns of two tokens of a window, as in Swin).
+        kind: "buckets" (T5), "distances" (a row for each distance up to the largest), "positions" or "window"
+            (by the distances between the rows and the columns of two tokens of a window, as in Swin).
         max_distance: The distance from which all distances share a bucket.
         is_bidirectional: Whether future keys have buckets of their own.
         sign: 1 for distances j − i, −1 for i − j.
@@ -458,7 +460,7 @@ class Temperature(Part):
 
 @dataclass(frozen=True)
 class NullKeys(Part):
-    """Learned keys and values in front of the others, or behind them, which are always visible.
+    """Learned keys and values besides those of the tokens, visible to every query.
 
     Attributes:
         path: The parameter with both, `[2, …]`, or with the keys.

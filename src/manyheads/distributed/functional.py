@@ -185,7 +185,7 @@ class _Call(NamedTuple):
         learns_bias = grad and table is not None and table.requires_grad
         whole = whole.detach()
         if learns_bias and whole.bias is not None:
-            # Blocks give gradients in the dtype of the tensor, and are rounded only after they are added.
+            # The gradients of blocks have the dtype of the bias: in a higher one, only their sum is rounded.
             whole = replace(whole, bias=whole.bias.map(lambda x: x.to(whole.dtype)))
         ring = Ring(
             self.group, self.rank, self.parts, whole, self.kernel, self.finite,
@@ -216,7 +216,7 @@ def _prepare(
     found: dict[str, Any] = {}
 
     def compute() -> dict[str, Any]:
-        """Return what the ranks have to know of each other's arguments."""
+        """Return the facts about this rank's arguments that the other ranks need."""
         tensors[:] = autocast(q, k, v)
         whole = whole_problem(ranks, *tensors, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink)
         _check(tensors, whole, method, kernel, ranks)

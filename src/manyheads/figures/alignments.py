@@ -20,7 +20,7 @@ MARKS = ("path", "largest", None)
 OUTLINED: Any = {"path_effects": [Stroke(linewidth=2.8, foreground="black"), Normal()]}
 ROW = 0.17  # the height of a token in inches, so that each has a label
 TALLEST, WIDEST = 9.0, 9.0  # inches
-SECONDS_GAP = 0.5  # the least distance of two ticks of seconds in inches
+SECONDS_GAP = 0.5  # the least distance between ticks of the time axis, in inches
 
 
 def alignment(
@@ -32,8 +32,8 @@ def alignment(
 ) -> Figure:
     """Draw an alignment: the path over the mean weights of its heads, a row per token.
 
-    The axis of the keys is in seconds if the alignment has a duration of a key, or has labels, such as the
-    words of a text that is translated.
+    The axis of the keys shows seconds if the alignment has the duration of a key, and otherwise labels, such
+    as the words of a text that is translated.
 
     Args:
         alignment: The result of `Recording.align`.
@@ -47,7 +47,7 @@ def alignment(
 
     Raises:
         TypeError: If alignment isn't an Alignment.
-        ValueError: If there aren't as many labels as keys, or mark is another word.
+        ValueError: If there aren't as many labels as keys, or mark is something else.
     """
     if not isinstance(alignment, Alignment):
         raise TypeError(f"Expected the Alignment of recording.align(…), got {kind(alignment)}.")

@@ -27,12 +27,12 @@ Cells = Any  # a numpy masked array [rows, cols]; a cell is masked if all of its
 Heads = AttentionMap | list[Cells]  # the heads of one sequence: a map of b = 1, or the weights of each
 
 DPI = 150
-SHARP, POOLED = DPI // 2, DPI // 3  # most cells per inch: with a token in each, and with pooled tokens
+SHARP, POOLED = DPI // 2, DPI // 3  # the most cells per inch: of one token each, and of several
 POOLING = {"max": "largest", "mean": "mean"}
 
 
 class Panel(NamedTuple):
-    """A heat map, and its numbers of queries and keys. If it is pooled, it has fewer cells than these."""
+    """A heat map with its numbers of queries and keys. If it is pooled, it has fewer rows or columns."""
 
     cells: Cells
     t: int
@@ -168,7 +168,7 @@ def head_numbers(heads: Heads) -> Sequence[int]:
 
 
 def pool_heads(heads: Heads, box: tuple[float, float], reduces: Sequence[str]) -> list[list[Panel]]:
-    """Return the panels by reduction and head, with as many cells as fit a box of inches."""
+    """Return the panels by reduction and head, with as many cells as fit into a box, given in inches."""
     t, s = size(heads)
     shape = count_cells(t, box[0]), count_cells(s, box[1])
     reductions = [Pooled(*shape, reduce) for reduce in reduces]  # raises an error for an unknown name

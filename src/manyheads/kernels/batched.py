@@ -1,4 +1,4 @@
-"""Gradients of outputs that vmap has batched, for kernels that read memory.
+"""Backward passes under vmap, for kernels that read the memory of tensors.
 
 `torch.autograd.grad(..., is_grads_batched=True)`, `torch.autograd.functional.jacobian(vectorize=True)` and
 `torch.vmap` around `torch.autograd.grad` run one backward pass with tensors that represent a whole batch of

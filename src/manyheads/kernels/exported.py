@@ -89,7 +89,7 @@ def exporting(target: Target) -> Iterator[Target]:
 
 
 def is_active(problem: Problem) -> bool:
-    """Return True if a problem is traced for ONNX. Other threads, whose tensors have numbers, aren't."""
+    """Return True if a problem is traced for ONNX. Calls in other threads don't have fake tensors."""
     return (bool(_targets) or torch.onnx.is_in_onnx_export()) and is_fake(problem.q)
 
 
@@ -117,7 +117,7 @@ def run(problem: Problem) -> tuple[Tensor, None]:
 def _unscaled(problem: Problem) -> Problem:
     """Return the same problem with q multiplied by the scale, for float64.
 
-    PyTorch's exporter stores numbers, but not tensors, in float32.
+    PyTorch's exporter stores a Python number in float32, but a tensor in its own dtype.
     """
     if problem.q.dtype != torch.float64:
         return problem
@@ -169,7 +169,7 @@ def _has_dtype_of_q(problem: Problem) -> bool:
 
 
 def _operator(problem: Problem, target: Target | None) -> tuple[Tensor, str]:
-    """Return the output `[b, h, t, w]` of the operator, and a name of its mask."""
+    """Return the output `[b, h, t, w]` of the operator, and how it is masked, as in `Call.mask`."""
     if problem.bias is None and sdpa.is_fully_visible(problem):
         return _attend(problem, None, False, target), "none"
     if problem.bias is None and _is_causal(problem):

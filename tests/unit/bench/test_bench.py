@@ -18,6 +18,7 @@ from manyheads.cli import app
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.full
 def test_the_limits_of_the_machine_are_plausible() -> None:
     found = bench.machine()
     # Which dtype is faster depends on the processor: some run AVX-512's bfloat16 products at half the rate.
@@ -54,6 +55,7 @@ def test_contestants_compute_the_same(kind: str, dtype: str) -> None:
         assert (out.float() - want).abs().max() < near, name
 
 
+@pytest.mark.full
 def test_a_report_is_written(tmp_path: Path) -> None:
     report = bench.Report(bench.machine())
     (tmp_path / "bench.png").write_bytes(b"an earlier plot")

@@ -115,6 +115,7 @@ class Shifted(Layer):
         return self.attend(x + x.flip(-1) * self.shift)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("target", "options", "words", "advice"),
     [
@@ -162,6 +163,7 @@ def unclear(target: Any, **options: Any) -> str:
     return "\n".join(found.words())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("target", [Warped, Shifted])
 def test_parameters_besides_attention_are_named(target: type[nn.Module]) -> None:
     sentence = unclear(target)

@@ -137,6 +137,7 @@ class SelfAttention(nn.Module):
 """
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("source", "place", "text", "bug"),
     [

@@ -305,6 +305,7 @@ STYLES = [ReturnedTuple, ReturnedStack, ReturnedBySequence, ReturnedDict, Change
           Turned, TurnedAtPositions, AlwaysInside, Required, RequiredClass, Context]  # fmt: skip
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize("style", STYLES, ids=lambda style: style.__name__)
 def test_each_way_to_use_a_cache_passes(style: Any) -> None:
     result, adapter = judge(style, "cross" if style is Context else "self")
@@ -507,6 +508,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("bug", "name", "reason"), BUGS, ids=lambda value: getattr(value, "__name__", ""))
 def test_each_bug_of_a_cache_is_found(bug: Any, name: str | None, reason: str) -> None:
     result, adapter = judge(bug)
@@ -549,6 +551,7 @@ def test_evidence_has_the_steps_of_each_way_to_call_a_cache() -> None:
         assert call.inputs.offset == call.inputs.s - call.inputs.t
 
 
+@pytest.mark.every(3)
 @pytest.mark.skipif(os.name != "posix", reason="needs inherited pipes")
 @pytest.mark.parametrize("style", ["OwnClass", "ReturnedDict", "InnerModule"])
 def test_a_cache_in_another_process(style: str) -> None:
@@ -576,6 +579,7 @@ class Opaque(ReturnedTuple):
         return self.attend(q, k, v)
 
 
+@pytest.mark.full
 def test_a_cache_that_cannot_be_made_is_not_judged_and_the_adapter_is() -> None:
     result, adapter = judge(Opaque)
     assert result.status == "not judged"
@@ -608,6 +612,7 @@ class Refuses(Turned):
         return super().forward(x, past)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("layer", [OneToken, Refuses])
 def test_steps_of_one_token_are_enough_where_others_are_excluded(layer: Any) -> None:
     result, _ = judge(layer)

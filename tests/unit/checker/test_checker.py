@@ -199,6 +199,7 @@ def test_a_swap_of_queries_and_keys_does_not_pass() -> None:
     assert "To fix it" in str(caught.value)
 
 
+@pytest.mark.full
 def test_an_unknown_scale_is_reported_to_the_digit() -> None:
     """No bug of the family, and still a true and useful sentence."""
     found = checker.check(Plain, weights=WEIGHTS, init={"embed_dim": 24, "scale": 1.7})
@@ -273,6 +274,7 @@ class Ours(nn.Module):
         return out, amap.dense()
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "layer", [layers.SelfAttention, layers.CrossAttention, layers.MultiHeadAttention, Ours]
 )
@@ -280,6 +282,7 @@ def test_our_layers_pass(layer: Any) -> None:
     checker.assert_attention(layer)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kernel", kernels.ORDER)
 def test_our_kernels_pass(kernel: str) -> None:
     def attention(q, k, v, mask=None, scale=None, sinks=None):  # type: ignore[no-untyped-def]
@@ -305,6 +308,7 @@ def test_our_kernels_pass(kernel: str) -> None:
     checker.assert_attention(attention, "attention")
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "name",
     [
@@ -429,6 +433,7 @@ def checked(base: type[Layer], **steps: Any) -> checker.Report:
     return checker.check(type(base.__name__, (base,), {"__doc__": base.__doc__, **steps}), "torch-mha")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("base", [Layer, Always, Either])
 def test_a_layer_like_pytorchs_passes(base: type[Layer]) -> None:
     found = checked(base)
@@ -455,6 +460,7 @@ def test_returned_weights_are_those_of_the_call(base: type[Layer], name: str, sh
     assert want.shape != got.shape or not torch.allclose(want, got.to(want.dtype), atol=1e-3)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("shown", "shape"),
     [
@@ -475,6 +481,7 @@ def test_a_wrong_factor_of_the_weights_alone() -> None:
     assert "output is wrong" not in description
 
 
+@pytest.mark.full
 def test_a_merge_without_a_transpose_if_the_sequence_comes_first() -> None:
     wrong = checked(Layer, merge=lambda self, x: x.reshape(x.shape[2], x.shape[0], -1))
     assert bugs(wrong) == ["merge-without-transpose"]
@@ -512,6 +519,7 @@ def reshape_to_split(self: Pairs, x: Tensor) -> Tensor:
     return x.reshape(b, self.num_heads, t, e // self.num_heads)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("scale", "name"),
     [
@@ -538,6 +546,7 @@ def test_a_bug_that_mixes_heads_and_tokens_is_named_beside_another(
     assert {*found.split(" + ")} == {name, mixing}
 
 
+@pytest.mark.full
 def test_an_unknown_effect_of_the_order_may_be_that_of_mixed_heads_and_tokens() -> None:
     def add_root_of_position(self: Pairs, q: Tensor, k: Tensor) -> Tensor:
         return q @ k.mT / q.shape[-1] ** 0.5 + 0.3 * torch.arange(k.shape[-2]).sqrt()
@@ -605,6 +614,7 @@ class Early(Tokens):
         return x.transpose(1, 2).flatten(2)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("wrong", "name"),
     [(Tokens, "heads-as-tokens"), (Backwards, "heads-as-tokens"), (Early, "split-after-transpose")],
@@ -649,6 +659,7 @@ def between(scores: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
     return scores.softmax(-1).masked_fill(hidden, -math.inf).softmax(-1).masked_fill(hidden, 0.0) @ v
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("step", "names", "failed"),
     [

@@ -82,6 +82,7 @@ def test_arguments_whose_role_nothing_says_stay_at_their_defaults() -> None:
     assert report.passed, report
 
 
+@pytest.mark.full
 def test_a_mask_that_replaces_the_causal_mask_is_a_convention_if_documented() -> None:
     report = run(Replacing)
     assert report.passed, report

@@ -128,6 +128,7 @@ def test_a_working_mask_passes(layer: Any) -> None:
     checker.assert_attention(layer, "self")
 
 
+@pytest.mark.full
 def test_a_mask_of_this_library_is_compared() -> None:
     class Ignored(layers.SelfAttention):
         def forward(self, x: Tensor, *, mask: mh.Mask | None = None) -> Tensor:
@@ -166,6 +167,7 @@ class Inverts(Layer):
         return self.attend(x, hidden(mask))
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("layer", "argument", "why"),
     [
@@ -232,6 +234,7 @@ class Attention(nn.Module):
 """
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("mask", "code", "verdict"),
     [

@@ -136,6 +136,7 @@ def by_tier(name: str, *values: Any) -> Any:
     return pytest.param(name, *values, marks=[pytest.mark.full] * (name in LONG))
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize("name", [by_tier(name) for name in RIGHT])
 def test_parts_are_recognized(name: str) -> None:
     report = checker.check(getattr(modern, name))
@@ -144,6 +145,7 @@ def test_parts_are_recognized(name: str) -> None:
     assert all(part in notes for part in RIGHT[name]), notes
 
 
+@pytest.mark.every(8)
 @pytest.mark.parametrize(("name", "edits", "bugs"), [by_tier(*each) for each in WRONG])
 def test_a_wrong_twin_is_named(name: str, edits: dict[str, str], bugs: set[str], tmp_path: Path) -> None:
     report = checker.check(build(tmp_path, name, edits))
@@ -155,6 +157,7 @@ def test_a_wrong_twin_is_named(name: str, edits: dict[str, str], bugs: set[str],
         assert not any(found.bug for found in report.diagnosis), report
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["Conv", "Talking"])
 def test_something_else_is_not_judged(name: str) -> None:
     report = checker.check(getattr(modern, name))
@@ -169,6 +172,7 @@ def test_something_else_is_not_judged(name: str) -> None:
     assert statuses["gradients"] == "could not be checked"
 
 
+@pytest.mark.full
 def test_a_failed_check_without_the_oracle_counts(tmp_path: Path) -> None:
     edits = {"x = x + self.conv(x.mT).mT": "x = x + self.conv(x.mT).mT + x.mean(0)"}
     report = checker.check(build(tmp_path, "Conv", edits))
@@ -185,6 +189,7 @@ RENAMED = {
 }  # fmt: skip
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "name", ["LlamaLike", "T5Like", "PostNorm", "Alibi", "OlmoLike", "SwinV2Like", "HeadGate", "Gated"]
 )
@@ -222,6 +227,7 @@ class Masked(nn.Module):
     assert "right with plain" in found[0].description
 
 
+@pytest.mark.full
 def test_a_cache_that_restarts_rotary_positions(tmp_path: Path) -> None:
     text = """
 class Cached(nn.Module):

@@ -788,6 +788,7 @@ checker.check(sys.argv[2], "self")
 """
 
 
+@pytest.mark.every(2)
 @linux
 @pytest.mark.parametrize(("code", "rc"), [(COMMAND, 143), (SCRIPT, 7)])
 def test_a_terminated_checker_leaves_nothing(tmp_path: Path, code: str, rc: int) -> None:
@@ -846,6 +847,7 @@ def test_the_exception_of_a_signal_handler_passes_through() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.full
 @linux
 def test_the_candidate_ends_with_the_checker(folder: Path) -> None:
     code = (

@@ -83,6 +83,7 @@ def fill_lowest(self: Layer, scores: Tensor, masked: Tensor) -> Tensor:
     return scores.masked_fill(masked, torch.finfo(scores.dtype).min)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("steps", "name"),
     [({}, "empty-rows-nan"), ({"fill": fill_lowest}, "empty-rows-uniform"), ({"weights": zero_rows}, "")],
@@ -152,6 +153,7 @@ def test_other_conventions_and_their_names() -> None:
     assert not checker.check(undocumented).passed
 
 
+@pytest.mark.full
 def test_strict_names_are_those_of_the_report() -> None:
     found = checker.check(Layer)
     names = [check.option for check in by_status(found, "convention").values()]
@@ -165,6 +167,7 @@ def test_strict_names_are_those_of_the_report() -> None:
         checker.check(Layer, strict=["empty-rows", "rows"])
 
 
+@pytest.mark.full
 def test_the_command_takes_strict_several_times(run_command: Any) -> None:
     source = Path(__file__).read_text(encoding="utf-8")
     start, end = source.index("class Layer"), source.index("def layer(")
@@ -203,6 +206,7 @@ def test_a_fill_that_float16_does_not_have_is_named() -> None:
     assert "finfo" in found.diagnosis[0].fix
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "weights",
     [
@@ -232,6 +236,7 @@ def test_a_layer_that_does_not_run_in_half_precision() -> None:
     assert checker.check(changed, strict="float16").verdict == "failed"
 
 
+@pytest.mark.full
 def test_half_precision_is_judged_without_an_oracle() -> None:
     class Warped(Layer):
         """Self-attention of x `[b, t, e]`."""

@@ -95,6 +95,7 @@ def test_the_table_says_what_was_understood_and_why() -> None:
     }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("argument", ["mask", "pad_mask"])
 def test_each_mask_is_used_by_itself(argument: str) -> None:
     class Inverted(TwoMasks):
@@ -155,6 +156,7 @@ class Switched(Base):
 BOTH = "mask: [b, 1, t, s] boolean, True keeps or [b, 1, 1, s] boolean, True keeps"
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("layer", "expected"),
     [
@@ -233,6 +235,7 @@ class TwoSequences(Base):
         return self.attend(x, context, keep)
 
 
+@pytest.mark.full
 def test_a_mask_of_queries_is_not_taken_for_one_of_keys() -> None:
     found = checker.check(TwoSequences)
     assert found.passed, found
@@ -333,6 +336,7 @@ class Placed(Rotated):
         return self.rotated(x, angles.cos(), angles.sin())
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("layer", [Embedded, Tables, Placed])
 def test_positions_cosines_and_sines_are_passed(layer: Any) -> None:
     found = checker.check(layer, init={"dim": 24})

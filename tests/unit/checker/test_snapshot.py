@@ -191,6 +191,7 @@ def test_a_trained_module_is_as_it_was() -> None:
     assert process_state() == state
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_check_inside_a_mode_of_the_caller(mode: Callable[[], Any]) -> None:
     module = prepared()
@@ -224,6 +225,7 @@ class Stop(Exception):
 CALLS: list[None] = []  # a global, because a check restores what the module counts
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit, Stop, SystemExit, MemoryError])
 @pytest.mark.parametrize("call", [1, 2, 10, 40])
 def test_a_check_that_is_interrupted_restores_too(error: type[BaseException], call: int) -> None:
@@ -416,6 +418,7 @@ def test_every_kind_of_change_is_undone(change: Callable[[Any], Any]) -> None:
     assert module.weight.grad is not None
 
 
+@pytest.mark.full
 def test_lazy_and_parametrized_parts() -> None:
     lazy = nn.LazyLinear(3)
     snapshot = Snapshot(lazy)

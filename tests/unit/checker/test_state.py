@@ -67,6 +67,7 @@ def result(report: checker.Report, name: str) -> checker.Check:
 # -- global state and arguments ----------------------------------------------------------------------
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("change", "name"),
     [
@@ -108,6 +109,8 @@ def test_random_numbers_of_a_call_are_no_change() -> None:
     assert result(checker.check(attention(start=start), "self"), "state").status == "passed"
 
 
+@pytest.mark.usefixtures("undiagnosed")
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("step", "name"),
     [
@@ -187,6 +190,7 @@ class Running(Attention):
         return out
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("wrong", "name"), [(FirstLength, "state"), (Running, "determinism")])
 def test_an_output_that_depends_on_earlier_calls(wrong: type[nn.Module], name: str) -> None:
     for candidate in (wrong, wrong()):
@@ -244,6 +248,7 @@ class StaysOn(Attention):
         return F.dropout(scores.softmax(-1), 0.1, self.was_on)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
@@ -272,6 +277,7 @@ def drop_unscaled(self: Attention, scores: Tensor) -> Tensor:
     return weights * (torch.rand_like(weights) > self.drop.p) if self.training else weights
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize(
     ("weigh", "bug"),
@@ -287,6 +293,7 @@ def test_misplaced_dropout_is_named(weigh: Any, bug: str, last: bool) -> None:
     assert [diagnosis.bug for diagnosis in report.diagnosis] == [bug]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "steps",
     [

@@ -98,6 +98,7 @@ class KeysByDefault(Layer):
         return self.attend(x, x, visible)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("layer", [CausalByDefault, CausalFlag, WholeMask])
 def test_a_general_mask_may_replace_the_causal_mask(layer: Any) -> None:
     report = checker.check(layer, "self")
@@ -136,6 +137,7 @@ class LooksAway(Layer):
         return self.attend(x, x, None if mask is None else mask != 0)
 
 
+@pytest.mark.full
 def test_documentation_of_where_a_query_must_not_look_gives_the_polarity() -> None:
     report = checker.check(Looks, "self")
     assert report.passed, report
@@ -160,6 +162,7 @@ class FloatsInPlace(Layer):
         return self.merge(scores.softmax(-1), x)
 
 
+@pytest.mark.full
 def test_a_mask_of_floats_changed_in_place_fails() -> None:
     report = checker.check(Floats, "self")
     assert report.passed, report
@@ -186,6 +189,7 @@ class BooleansCrash(Layer):
         return self.merge(scores.softmax(-1), x)
 
 
+@pytest.mark.full
 def test_a_documented_boolean_mask_that_crashes_fails() -> None:
     report = checker.check(Booleans, "self")
     assert report.passed, report
@@ -213,6 +217,7 @@ class BothShapesOfOneLength(Layer):
         return self.merge(scores.softmax(-1), value)
 
 
+@pytest.mark.full
 def test_both_documented_shapes_of_a_mask_are_used() -> None:
     report = checker.check(BothShapes, "multihead")
     assert report.passed, report
@@ -240,6 +245,7 @@ class BothOfTheContext(Layer):
         return self.merge(scores.softmax(-1), context)
 
 
+@pytest.mark.full
 def test_a_mask_beside_that_of_the_context_is_not_one_of_its_keys() -> None:
     report = checker.check(OfTheContext, "cross")
     assert report.passed, report
@@ -332,6 +338,7 @@ class IdleBias(OwnBias):
         return self.attend(x, x)
 
 
+@pytest.mark.full
 def test_a_given_bias_may_replace_the_layers_own() -> None:
     report = checker.check(GivenBias, "self")
     assert report.passed, report
@@ -414,6 +421,7 @@ class NonFiniteAngles(Rotary):
         return self.attend(x, x) if cos is None else self.rotated(x, cos / sin, sin)
 
 
+@pytest.mark.full
 def test_optional_angles_without_finite_outputs_are_left_out() -> None:
     report = checker.check(OptionalAngles, "self")
     assert report.passed, report
@@ -470,6 +478,7 @@ class ScoresAlone(Layer):
         return scores if return_attention else self.merge(scores.softmax(-1), x)
 
 
+@pytest.mark.full
 def test_weights_may_be_returned_without_the_output() -> None:
     report = checker.check(WeightsAlone, "self")
     assert report.passed, report
@@ -515,6 +524,7 @@ class GroupedByKeyHeads(Grouped):
         return self.grouped(x, torch.arange(self.num_heads) // self.n_kv_heads)
 
 
+@pytest.mark.full
 def test_key_heads_chosen_by_their_number_are_named() -> None:
     report = checker.check(Grouped, "self")
     assert report.passed, report
@@ -542,6 +552,7 @@ class Detached(Layer):
         return self.attend(x, x).detach()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("layer", [NoGrad, ForInference])
 def test_code_for_inference_needs_no_gradients(layer: Any) -> None:
     report = checker.check(layer, "self")
@@ -573,6 +584,7 @@ class Cast(Layer):
         return self.merge(self.scores(x, x).softmax(-1, dtype=torch.float32).to(x.dtype), x)
 
 
+@pytest.mark.full
 def test_a_promised_dtype_must_run() -> None:
     report = checker.check(Cast, "self")
     assert report.passed, report
@@ -703,6 +715,7 @@ class Optional(Layer):
         return self.o_proj((weights @ v).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.full
 def test_options_that_are_off_by_default_are_judged_one_at_a_time() -> None:
     report = checker.check(Optional, "self")
     assert report.passed, report
@@ -711,6 +724,7 @@ def test_options_that_are_off_by_default_are_judged_one_at_a_time() -> None:
     assert {f"with {name}={value}" for name, value in values.items()} <= names(report, "passed")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("wrong", "bug"),
     [
@@ -762,6 +776,7 @@ class Dependent(Layer):
         return self.merge((self.scores(x, x) * self.factor).masked_fill(~visible, -torch.inf).softmax(-1), x)
 
 
+@pytest.mark.full
 def test_an_option_is_judged_with_the_flag_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     report = checker.check(Dependent, "self")
     assert report.passed, report
@@ -823,6 +838,7 @@ class HardCoded(ManyPairs):
         return 32**0.5
 
 
+@pytest.mark.full
 def test_another_width_separates_scales_that_are_equal() -> None:
     report = checker.check(ManyPairs, "self")
     assert report.passed, report
@@ -830,6 +846,7 @@ def test_another_width_separates_scales_that_are_equal() -> None:
     assert bugs(checker.check(HardCoded, "self")) == ["scale-hard-coded"]
 
 
+@pytest.mark.full
 def test_a_layout_that_does_not_fit_is_doubted() -> None:
     report = checker.check(CausalByDefault, "self", layout="sequence")
     assert report.verdict == "failed"
@@ -940,6 +957,7 @@ class MaskLost(Layer):
         return self.merge(scores.softmax(-1), y)
 
 
+@pytest.mark.full
 def test_a_mask_that_is_documented_for_self_attention_is_not_judged_with_a_context() -> None:
     report = checker.check(MaskOfSelf)
     assert report.passed, report
@@ -954,6 +972,7 @@ def test_a_mask_that_only_code_leaves_out_with_a_context_is_asked_for() -> None:
     assert checker.check(MaskOfSelfInCode, args={"context": "ignore"}).passed
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layer", [MaskOfBoth, MaskLost])
 def test_a_mask_that_is_lost_with_a_context_is_ignored(layer: type[Layer]) -> None:
     report = checker.check(layer)
@@ -978,6 +997,7 @@ class CausalOfSelf(Layer):
         return self.attend(x, context)
 
 
+@pytest.mark.full
 def test_settings_are_compared_with_the_default_build_after_a_context(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -1016,6 +1036,7 @@ class BiasOfStack(Layer):
         return self.merge(scores.softmax(-1), x), position_bias
 
 
+@pytest.mark.full
 def test_a_given_bias_may_replace_one_that_is_computed_in_a_nested_branch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -1071,6 +1092,7 @@ class ForInference(Layer):
         return self.attend(x, x) * (table.view(1, -1, 3) * 1).real.repeat(1, 1, 8)
 
 
+@pytest.mark.full
 def test_an_error_of_the_compiler_leaves_pytorch_usable() -> None:
     candidate = Candidate(ForInference)
     candidate.build({})
@@ -1103,6 +1125,7 @@ class RingOfKeys(Layer):
         return self.attend(x, self.ring[: len(x)].clone(), torch.arange(self.window) <= input_pos)
 
 
+@pytest.mark.full
 def test_a_cache_that_takes_single_tokens_only_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     report = checker.check(RingOfKeys)
     assert report.passed, report
@@ -1140,6 +1163,7 @@ class KeysAreValues(Layer):
         return self.merge(scores.softmax(-1), key)
 
 
+@pytest.mark.full
 def test_keys_without_values_are_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
     report = checker.check(KeysAreValues)
     assert report.passed, report

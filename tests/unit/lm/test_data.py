@@ -36,6 +36,7 @@ def test_python_text_is_deterministic_and_deduplicated(python: list[data.Documen
     assert recipe.byte_count(python) > 1_000_000
 
 
+@pytest.mark.full
 def test_split_has_no_document_on_both_sides(python: list[data.Document]) -> None:
     training, held_out = recipe.split(python)
     assert not {d.text for d in training} & {d.text for d in held_out}

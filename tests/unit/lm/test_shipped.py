@@ -65,11 +65,13 @@ def test_a_head_attends_to_the_previous_token(shipped: lm.LanguageModel, held_id
     assert recipe.previous_token(shipped, held_ids).max() > recipe.PREVIOUS
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("seed", [recipe.SEED, 7_654_321])
 def test_a_head_attends_to_the_token_after_the_same_one(shipped: lm.LanguageModel, seed: int) -> None:
     assert recipe.induction(shipped, seed).max() > recipe.INDUCTION
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_the_scores_of_planted_weights(shipped: lm.LanguageModel, held_ids: data.Tokens) -> None:
     """The same numbers by hand, from the dense weights of one text and one repeated sequence."""

@@ -599,6 +599,7 @@ WORDS = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("words", WORDS)
 @example([("step", 0, [0, 2]), ("swap", 0, [0])])
 @example([("step", 0, [0, 1]), ("swap", 0, [2])])

@@ -437,6 +437,7 @@ def test_findings_come_first_and_then_one_picture(run: Any) -> None:
     assert "\x1b" not in ran.out  # no terminal, no escape codes
 
 
+@pytest.mark.full
 def test_all_adds_a_table_a_heat_map_and_a_picture_of_one_head(run: Any) -> None:
     brief, ran = run(SENTENCE), run(SENTENCE, "--all")
     assert (ran.code, ran.err) == (0, "")
@@ -533,6 +534,7 @@ def test_json_is_the_only_output(run: Any) -> None:
     assert "what_if_nothing_were_masked" not in found
 
 
+@pytest.mark.full
 def test_no_mask_also_shows_the_head_without_the_mask(run: Any) -> None:
     ran = run(SENTENCE, "--no-mask", "--layer", "2", "--head", "1", "--format", "svg")
     assert ran.code == 0
@@ -544,6 +546,7 @@ def test_no_mask_also_shows_the_head_without_the_mask(run: Any) -> None:
     assert free["measures"] != found["measures"]
 
 
+@pytest.mark.full
 def test_the_unmasked_head_is_labelled_in_the_picture(checkpoint: Path) -> None:
     reading = report.read(SENTENCE, checkpoint)
     drawn = report.draw(reading, 2, 1, masked=False)
@@ -554,6 +557,7 @@ def test_the_unmasked_head_is_labelled_in_the_picture(checkpoint: Path) -> None:
         assert "what if" not in axes.get_title()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("format", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
 def test_formats(run: Any, format: str, magic: bytes) -> None:
     assert run(SENTENCE, "--format", format, "--layer", "0", "--head", "1", "--all").code == 0

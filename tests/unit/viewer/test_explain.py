@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 FEW = [case for case in CASES if case.sizes in SIZES[:7] and case.size == "ordinary"]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_the_steps_to_a_weight_equal_an_independent_computation(case: Case) -> None:
     inputs = make(case)

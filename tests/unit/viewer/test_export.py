@@ -85,6 +85,7 @@ def test_an_export_has_the_announced_size(tmp_path: Path, case: str) -> None:
     assert plan.size <= options.get("budget", export.PAGE_BYTES) or plan.has_folder
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("case", CASES)
 def test_an_export_has_every_tile_of_its_levels(tmp_path: Path, case: str) -> None:
     amap, options = CASES[case]

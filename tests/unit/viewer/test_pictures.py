@@ -120,6 +120,7 @@ def test_the_labels_of_a_part_know_their_words() -> None:
     assert pictures._part(text, range(38, 42)) == ["tail", "or", "", ""]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("control", ["", "\x00"])
 def test_an_svg_joins_pieces_and_has_the_text(control: str) -> None:
     """Joining marks as on the page, and the text as it was written, without what no XML file can have."""
@@ -161,6 +162,7 @@ def test_the_ticks_of_the_colour_bar(top: float, scale: str, labels: list[str]) 
     assert [weight for weight, _ in found] == pytest.approx([float(label.strip("≤ ")) for label in labels])
 
 
+@pytest.mark.full
 def test_long_texts_are_pooled_and_say_so() -> None:
     api = Api(a_map(5_000))
     for pooling, name in (("max", "largest"), ("mean", "mean")):
@@ -228,6 +230,7 @@ def test_a_difference_needs_heads_of_one_size() -> None:
     api.close()
 
 
+@pytest.mark.full
 def test_a_figure_of_two_heads_has_both_and_one_scale() -> None:
     t = 12
     one, other = a_map(t), a_map(t, mh.Window(left=3, right=0))

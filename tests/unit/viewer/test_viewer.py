@@ -77,6 +77,7 @@ def expected(amap: mh.AttentionMap, rows: range, cols: range, cell: tuple[int, i
     return np.where(over(np.logical_or, visible), found, np.nan)
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 150), st.integers(1, 150), st.sampled_from(MASKS), st.booleans(), st.integers(0, 2**31))
 def test_tiles_of_every_level_equal_the_map(t: int, s: int, mask: Any, biased: bool, seed: int) -> None:
@@ -107,6 +108,7 @@ def test_tiles_of_every_level_equal_the_map(t: int, s: int, mask: Any, biased: b
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 16), st.integers(600, 1_500), st.booleans(), st.sampled_from([0, 1, 2, 6]))
 def test_the_short_axis_of_an_elongated_head_is_not_pooled(

@@ -111,13 +111,13 @@ def with_masks_of_floats(adapter: Adapter, seed: int) -> Iterator[tuple[str, Inp
 
 
 def find_dependence(adapter: Adapter) -> str:
-    """Return a description of an output that depends on earlier calls of other values and sizes, or ""."""
+    """Return a description of an output that depends on earlier calls with other values and sizes, or ""."""
     scenarios_used = [name for name, inputs in accepted_scenarios(adapter, 26) if not inputs.need_weights]
     calls, outputs = [], []
     for seed, (b, t) in enumerate(((2, 5), (2, 5), (3, 7), (2, 5), (1, 3)), 32):
         scenarios = adapter.scenarios(seed, t + 2, t, b)
         for name in scenarios_used or ["plain"]:
-            with contextlib.suppress(CodeError):  # it may have a largest length
+            with contextlib.suppress(CodeError):  # the candidate may limit the length
                 outputs.append(run_sequence(adapter, [adapter.call(scenarios[name])])[0])
                 calls.append((name, scenarios[name]))
     try:
@@ -133,7 +133,7 @@ def find_dependence(adapter: Adapter) -> str:
 
 
 def find_dependence_on_one(adapter: Adapter) -> str:
-    """Return a description of an output that depends on one unusual call before, or ""."""
+    """Return a description of an output that depends on one unusual earlier call, or ""."""
     short = adapter.draw(torch.Generator().manual_seed(36), 2, 5)
     earlier = {"in bfloat16": adapter.call(short, dtype=torch.bfloat16)}
     values = {arg.name: arg.default for arg in adapter.description.init or ()}
@@ -144,7 +144,7 @@ def find_dependence_on_one(adapter: Adapter) -> str:
         earlier[f"of {n + 1} tokens"] = adapter.call(x)
     [expected] = run_sequence(adapter, [adapter.call(short)])
     for kind, call in earlier.items():
-        with contextlib.suppress(CodeError):  # it may not accept that
+        with contextlib.suppress(CodeError):  # the candidate may not accept such a call
             later = run_sequence(adapter, [call, adapter.call(short)])[1]
             if not largest_difference(expected, later) <= adapter.allowed_error(short):
                 return f"after a call {kind}, it isn't that of a new instance"
@@ -167,7 +167,7 @@ def check_memory(adapter: AttentionAdapter) -> Check:
     if not isinstance(adapter.candidate, CandidateProcess):
         return skipped("it runs in this process, where its memory can't be measured separately")
     peaks: dict[int, int] = {}
-    with contextlib.suppress(CodeError):  # it may have a largest length
+    with contextlib.suppress(CodeError):  # the candidate may limit the length
         for length in LENGTHS:
             inputs = adapter.draw(torch.Generator().manual_seed(28), 1, length)
             if (peak := adapter.answer(inputs, memory=True).peak) is None:

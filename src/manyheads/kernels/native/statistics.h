@@ -1,12 +1,12 @@
 // Statistics of a block of weights [rows, columns]: sums of columns, pooled maps, and the largest scores of each row.
 //
-// Weights may be relative to an earlier maximum of their row; times factor [rows] they are the final weights.
+// Weights may have been computed with an earlier maximum of their row; multiplied by factor [rows] they are final.
 #pragma once
 #include "products.h"
 
 namespace {
 
-// Sums over queries have more digits, because a key may be visible to all of them.
+// Sums over queries are in float64, because a key may be visible to every query, so that they have many terms.
 #if defined(REAL)
 typedef REAL WideReal;
 #else
@@ -25,6 +25,7 @@ static void add_columns(WideReal *to, const Real *weights, int64_t line, const R
     }
 }
 
+// The first column of a cell, and the cell of a column, if `size` columns are divided into `cells`.
 INLINE int64_t edge_of(int64_t cell, int64_t cells, int64_t size) { return cell * size / cells; }
 INLINE int64_t cell_of(int64_t at, int64_t cells, int64_t size) { return ((at + 1) * cells - 1) / size; }
 
@@ -111,7 +112,8 @@ struct Largest {
     Integer key(int64_t n) const { return ((const Integer *)keys)[n]; }
     Real least() const { return score(size - 1); }
 
-    // Adds scores. tops: the maxima of the lanes; the smallest of the `size` largest of them is a lower bound.
+    // Adds scores. tops: the maxima of the lanes. The smallest of the `size` largest of them is a lower bound of the
+    // row's `size`-th largest score, so that smaller scores can be skipped.
     void take(const Real *score, Real factor, int64_t first, int64_t count, Vector tops) const {
         Real bar = least();
         if (bar == -INF && size <= LANES) {
@@ -130,7 +132,7 @@ struct Largest {
         }
     }
 
-    // Inserts a score; smaller ones move on by one place.
+    // Inserts a score; smaller scores move one place toward the end.
     void put(Real score, int64_t key) const {
         Integers before;
         for (int n = 0; n < LANES; n++) before[n] = LANES - 1 + n;

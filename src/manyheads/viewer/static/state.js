@@ -8,13 +8,13 @@ const DEFAULTS = {
   pin: null, // the pinned crosshair: [query, key]
   second: null, // the head to compare with: {run, layer, head}
   show: "both", // of two heads: "both", or "difference"
-  heads: "all", // of the pages Text and Lines: "all", "none", or some, "0,3"
+  heads: "all", // of the pages Text and Lines: "all", "none", or the numbers of some heads, as in "0,3"
   token: null, // the selected token, as the position of a key; in cross-attention that of a query if `side` is "query"
   side: "query", // whether the token was selected as a query or as a key
   start: null, // of the page Lines: the first key, null to show the selected token
-  length: null, // the number of its tokens
-  queries: null, // its first query, in cross-attention
-  least: 0.02, // the least weight of which it shows a line
+  length: null, // of the page Lines: the number of tokens
+  queries: null, // of the page Lines: the first query, in cross-attention
+  least: 0.02, // of the page Lines: the least weight that is drawn as a line
   score: "", // of the overview: the head score that its cells show, "" for none
   order: "layer", // of the overview: "layer", or "score" to sort by the score
 };
@@ -25,7 +25,7 @@ const CHOICES = { page: Object.keys(PAGES), pooling: ["max", "mean"], scale: ["s
 const WORDS = ["page", "pooling", "scale", "theme", "heads", "side", "score", "order", "show"]; // parts of the state that are strings
 const NUMBERS = ["run", "layer", "head", "batch", "token", "start", "length", "queries", "least"];
 
-// Return the state in the URL. Names that it doesn't know are ignored.
+// Return the state in the URL. Unknown names are ignored.
 function parseHash() {
   const params = new URLSearchParams(location.hash.slice(1)), state = {};
   for (const name of WORDS) if (params.has(name)) state[name] = params.get(name);
@@ -54,7 +54,7 @@ function formatHash(state) {
   return params.toString().replaceAll("%2C", ",");
 }
 
-// Return the parts of the URL that a valid state doesn't have: "layer", "head", ….
+// Return the names of the values in the URL that the valid state doesn't have: "layer", "head", ….
 function wrongParts(state) {
   const given = new URLSearchParams(location.hash.slice(1)), valid = new URLSearchParams(formatHash(state));
   return ["run", "layer", "head", "pin", "second"].filter((name) => given.has(name) && given.get(name) !== (valid.get(name) ?? String(DEFAULTS[name])));
