@@ -386,8 +386,6 @@ def view(
             "Expected --layer, --head, --full and --yes with --export only, got none. Leave them out: the "
             "viewer shows every head."
         )
-    if export is not None and picture is not None:
-        raise ValueError("Expected --picture without --export: an exported page has no picture.")
     if export is None:
         viewer.require_server()  # before files are read
         serve(Api(*runs, picture=picture), port, browser)
@@ -395,7 +393,7 @@ def view(
     from manyheads.storage import file_for
     from manyheads.viewer.export import plan_export
 
-    plan = plan_export(Api(*runs), export, layer, head, full=full)
+    plan = plan_export(Api(*runs, picture=picture), export, layer, head, full=full)
     file_for(export, "--export")
     write_page(plan, yes)
 

@@ -119,7 +119,7 @@ class H2O:
         return "all"
 
     def __call__(self, cache: Cache) -> Tensor:
-        """Return the keys to keep, `[b, g, n]`; raise ValueError if the cache keeps no votes."""
+        """Return the keys to keep, `[b, g, n]`; raise ValueError if the cache keeps no votes, or NaN."""
         return _most_voted(group_votes(cache), self.budget, self._recent)
 
 
@@ -159,7 +159,7 @@ class SnapKV:
         return min(32, max(self.budget // 2, 1)) if self.window is None else self.window
 
     def __call__(self, cache: Cache) -> Tensor:
-        """Return the keys to keep, `[b, g, n]`; raise ValueError if the cache keeps too few votes."""
+        """Return the keys to keep, `[b, g, n]`; raise ValueError if the cache keeps too few votes, or NaN."""
         votes = group_votes(cache, self.votes)  # [b, g, s]
         before = votes[..., : max(votes.shape[2] - self.votes, 0)]
         if before.numel():
@@ -179,16 +179,24 @@ def group_votes(cache: Cache, last: int | None = None) -> Tensor:
 
     Raises:
         TypeError: If last isn't an integer.
-        ValueError: If the cache keeps no votes, or too few.
+        ValueError: If the cache keeps no votes, too few, or votes that are NaN.
     """
     received = cache.received(last)  # [b, h, s]
+    is_nan = received.isnan()
+    if is_nan.any():
+        b, h, s = is_nan.nonzero()[0].tolist()
+        raise ValueError(
+            f"Expected votes that are numbers, got NaN for {int(is_nan.sum())} keys, the first of them key "
+            f"{s} of batch entry {b}, head {h}. Find where queries or keys become NaN, for example by "
+            "torch.isfinite of the layer's input, or use Recency or AttentionSinks, which need no votes."
+        )
     return received.unflatten(1, (cache.keys.shape[1], -1)).sum(2)
 
 
 def _most_voted(votes: Tensor, budget: int, recent: int) -> Tensor:
     """Return the last keys, and as many of those with the largest votes as the budget allows, `[b, g, n]`."""
     s = votes.shape[2]
-    votes = votes.nan_to_num(nan=0.0)  # a copy; topk would take NaN for the largest
+    votes = votes.clone()
     votes[..., max(s - recent, 0) :] = torch.inf
     return votes.topk(min(budget, s)).indices
 

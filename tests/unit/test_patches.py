@@ -50,6 +50,7 @@ def change_patch(pixels: Tensor, row: int, col: int, side: int) -> Tensor:
 
 CLASS = ("class token",)
 REGISTERS = (*CLASS, "register 1", "register 2", "register 3")
+VISIBLE = {"initializer_range": 0.02}  # the default of BLIP-2, 1e-10, has no visible effect
 RESIZED = {"interpolate_pos_encoding": True}
 # The model, options of its configuration and of its call, and the tokens before the patches.
 TOWERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
@@ -69,6 +70,8 @@ TOWERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] =
     "Beit": ("BeitModel", {}, {}, CLASS),
     "Data2VecVision": ("Data2VecVisionModel", {}, {}, CLASS),
     "MLCDVision": ("MLCDVisionModel", {}, {}, CLASS),
+    "Blip2Vision": ("Blip2VisionModel", VISIBLE, RESIZED, CLASS),
+    "InstructBlipVision": ("InstructBlipVisionModel", VISIBLE, RESIZED, CLASS),
     "Aimv2Vision": ("Aimv2VisionModel", {}, {}, ()),
     "Yolos": ("YolosModel", {"image_size": [24, 24]}, {}, CLASS),
     "InternVLVision": ("InternVLVisionModel", {"image_size": [24, 24], "patch_size": [6, 6]}, {}, CLASS),
@@ -348,6 +351,139 @@ def test_the_patches_in_the_sequence_of_a_language_model_are_found(name: str) ->
             inputs,
         )
         assert found.stop == recording[vision].shape[3]
+
+
+QFORMER = {**VISION, "encoder_hidden_size": 32, "vocab_size": 60, "num_hidden_layers": 2}
+OPT = {"model_type": "opt", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+       "ffn_dim": 32, "vocab_size": 60, "word_embed_proj_dim": 32, "pad_token_id": 0}  # fmt: skip
+
+
+def blip(name: str, **more: Any) -> tuple[nn.Module, dict[str, Any]]:
+    config = getattr(transformers, f"{name}Config")(
+        vision_config={**VISION, **VISIBLE}, qformer_config=QFORMER, text_config=OPT, num_query_tokens=20,
+        image_token_index=IMAGE,
+    )  # fmt: skip
+    pixels = torch.randn(1, 3, 24, 24)
+    inputs = {"pixel_values": pixels, "input_ids": torch.tensor([[*[IMAGE] * 20, 4, 5]]), **more}
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config).eval(), inputs
+
+
+def idefics2() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.Idefics2Config(
+        vision_config=VISION, text_config=text("mistral"), image_token_id=IMAGE,
+        perceiver_config={"hidden_size": 32, "resampler_n_latents": 5, "resampler_depth": 1,
+                          "resampler_n_heads": 2, "resampler_head_dim": 16, "num_key_value_heads": 2},
+    )  # fmt: skip
+    inputs = {"pixel_values": torch.randn(1, 1, 3, 24, 24), "input_ids": tokens(5)}
+    return transformers.Idefics2ForConditionalGeneration(config).eval(), inputs
+
+
+RESAMPLED: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], str, int]] = {
+    "BLIP-2": (lambda: blip("Blip2"), "crossattention", 20),
+    "InstructBLIP": (
+        lambda: blip("InstructBlip", qformer_input_ids=torch.tensor([[4, 5]])), "crossattention", 20
+    ),
+    "Idefics 2": (idefics2, "perceiver_resampler", 5),
+}  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RESAMPLED)
+def test_the_patches_that_a_resampler_reads_are_found(name: str) -> None:
+    """Its language model has none; the error says where they are."""
+    case, part, count = RESAMPLED[name]
+    torch.manual_seed(0)
+    model, inputs = case()
+    vision = next(module for path, module in model.named_modules() if path.endswith("vision_model"))
+    for path, parameter in vision.named_parameters():
+        if path.endswith(("self_attn.projection.weight", "self_attn.out_proj.weight")):
+            nn.init.zeros_(parameter)  # so that patches aren't mixed
+    with raises(ValueError, part, "Patches(grid"):
+        find_patches(model, inputs)
+    with torch.no_grad(), manyheads.observe(model) as recording:
+        model(**inputs)
+    found = recording.patches()
+    assert (found.grid, found.special) == ((4, 4), ())
+    layer = next(n for n in recording if part in n)
+    assert recording.patches(layer) == found
+    changed = change_patch(inputs["pixel_values"], 2, 1, 6)
+    assert changed_keys(model, inputs, changed, part) == [found.token(2, 1)]
+    with raises(ValueError, part):
+        recording.patches(-1)  # the language model
+    figure = recording.overlay(torch.rand(3, 24, 24), count - 1)
+    assert layer in figure.get_suptitle()
+    with raises(ValueError, f"{count} queries of its own", f"0 to {count - 1}"):
+        recording.overlay(torch.rand(3, 24, 24), (0, 0))
+    with raises(ValueError, "class token"):
+        recording.overlay(torch.rand(3, 24, 24))
+    given = recording.overlay(torch.rand(3, 24, 24), -1, layer=-1, patches=Patches((1, 3)))
+    assert len(given.axes) >= 2
+    with raises(TypeError, "patches to be Patches, got"):
+        recording.overlay(torch.rand(3, 24, 24), -1, layer=-1, patches=(1, 3))
+
+
+@pytest.mark.full
+def test_pixtral_joins_pictures_to_a_sequence() -> None:
+    torch.manual_seed(0)
+    vision = transformers.PixtralVisionConfig(**{**VISION, "image_size": 48, "head_dim": 16})
+    model = transformers.PixtralVisionModel(vision).eval()
+    pixels, sizes = torch.randn(2, 3, 24, 24), torch.tensor([[12, 24], [24, 18]])
+    inputs = {"pixel_values": pixels, "image_sizes": sizes}
+    places = [Patches((2, 4)), Patches((4, 3), 8)]
+    assert [find_patches(model, inputs, picture=n) for n in range(2)] == places
+    with torch.no_grad(), manyheads.observe(model) as recording:
+        model(**inputs)
+    assert [recording.patches(picture=n) for n in range(2)] == places
+    changed = pixels.clone()
+    changed[1] = change_patch(pixels[1], 3, 1, 6)
+    assert changed_keys(model, inputs, changed, "") == [places[1].token(3, 1)]
+
+
+@pytest.mark.full
+def test_qwens_vision_transformer_has_a_call_for_each_picture() -> None:
+    """The error says how to read the map of one picture by hand."""
+    model, inputs, _, _, _ = build(LANGUAGE["Qwen2-VL"])
+    visual, pixels = model.model.visual, inputs["pixel_values"]
+    grids = torch.tensor([[1, 4, 4], [1, 2, 8]])
+    with torch.no_grad(), manyheads.observe(visual) as recording:
+        visual(pixels, grid_thw=grids)
+    with raises(ValueError, "several pictures", "recording.calls(layer)[n].image", "merge=2"):
+        recording.patches()
+    [layer] = recording
+    calls = recording.calls(layer)
+    assert [call.shape[2:] for call in calls] == [(16, 16), (16, 16)]
+    second = Patches((2, 8), merge=2)
+    changed = pixels.clone()
+    changed[16 + 2] += 1  # the third patch of the first block: row 1, column 0
+    with torch.no_grad(), manyheads.observe(visual) as other:
+        visual(changed, grid_thw=grids)
+    difference = (calls[1].problem.k - other.calls(layer)[1].problem.k).abs().amax((0, 1, 3))
+    assert (difference > 1e-6).nonzero().flatten().tolist() == [second.token(1, 0)]
+    assert calls[1].image(0, second).shape == (1, 2, 2, 8)
+
+
+@pytest.mark.full
+def test_the_frames_of_llava_onevisions_videos_are_pictures() -> None:
+    model, inputs, _, _, _ = build(LANGUAGE["LLaVA-OneVision"])
+    video = model.config.video_token_id = 51
+    ids = torch.tensor([[3, *[video] * (3 * 4 + 1), 7, *[IMAGE] * (16 + 36), 4]])  # 3 frames of 2 × 2
+    clip = torch.randn(1, 3, 3, 24, 24)
+    inputs = {**inputs, "input_ids": ids, "pixel_values_videos": clip}
+    places = [*(Patches((2, 2), 1 + 4 * n) for n in range(3)), Patches((4, 4), 15)]
+    assert [find_patches(model, inputs, picture=n) for n in range(4)] == places
+    with torch.no_grad(), manyheads.observe(model) as recording:
+        model(**inputs)
+    assert [recording.patches("language_model", picture=n) for n in range(4)] == places
+    changed = clip.clone()
+    changed[0, 2, :, 12:18, 0:6] += 1  # a patch of row 1, column 0 of the third frame, after pooling
+    with torch.no_grad(), manyheads.observe(model) as other:
+        model(**{**inputs, "pixel_values_videos": changed})
+    layer = next(name for name in recording if "language_model" in name)
+    difference = (recording[layer].problem.k - other[layer].problem.k).abs().amax((0, 1, 3))
+    assert (difference > 1e-6).nonzero().flatten().tolist() == [places[2].token(1, 0)]
+    only = {key: value for key, value in inputs.items() if key not in ("pixel_values", "image_sizes")}
+    only["input_ids"] = ids[:, :15]
+    assert find_patches(model, only, picture=1) == places[1]
 
 
 def test_the_vision_transformer_of_qwen3_has_blocks_of_patches() -> None:

@@ -77,14 +77,17 @@ def test_policies_are_used_again_and_again() -> None:
         assert cache.positions[0, 0, -1] == 29
 
 
-def test_keys_with_votes_of_nan_do_not_displace_recent_keys() -> None:
+def test_votes_of_nan_raise() -> None:
     layer, x = mh.MultiHeadAttention(16, 4), torch.randn(1, 8, 16)
     x[0, 2] = torch.nan
     for policy in (H2O(4), SnapKV(4)):
         cache = mh.Cache(votes=policy.votes)
         with torch.no_grad():
             layer(x, cache=cache)
-        assert cache.keep(policy)[0, :, -2:].tolist() == [[6, 7]] * 4
+        with raises(ValueError, match=r"got NaN for .* of batch entry 0, head 0.*Recency"):
+            cache.keep(policy)
+        assert len(cache) == 8
+        assert cache.keep(Recency(4))[0, 0].tolist() == [4, 5, 6, 7]
 
 
 def test_invalid_policies_raise() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from manyheads import measures
 from manyheads.maps import AttentionMap, sequence_labels
+from manyheads.masks import Full, Lengths
 from manyheads.observe.summaries import Call, Reduced
 from manyheads.patches import Patches, common, unpack
 from manyheads.shapes import kind
@@ -108,10 +109,16 @@ def resolve_query(
     elif isinstance(query, tuple):
         if len(query) != 2:
             raise TypeError(f"Expected query to be a patch (row, column), got {query!r}.")
+        # Fewer queries than keys, without a mask of later keys, are cross-attention.
+        if t != s and not first and isinstance(amap.problem.mask, Full | Lengths | None):
+            raise ValueError(
+                f"The layer has {t} queries of its own, which aren't patches. Give the query's number, 0 to "
+                f"{t - 1}."
+            )
         tokens = [patches.token(*query)]
         name = "patch {}, {}".format(*(patches.place(tokens[0]) or query))
     elif isinstance(query, int) and not isinstance(query, bool):
-        tokens, name = [query + s if query < 0 else query], f"token {query}"
+        tokens, name = [query + first + t if query < 0 else query], f"token {query}"
     else:
         raise TypeError(
             f"Expected query to be a patch (row, column), a token's number or a word, got {query!r}."

@@ -171,6 +171,8 @@ class Recorder:
         else:
             unknown = f"{self._name(path)} isn't a known model of pictures. {patches.places.GIVE}"
             self.located[path] = unknown if located is None else located
+            for reader in finding.find_readers(path, module, self.modules):  # no query of it is a patch
+                self.located[reader] = [[replace(each, special=()) for each in one] for one in located or []]
 
     def note_softmax(self, path: str, scores: Tensor) -> None:
         """Note a softmax outside of attention calls if its input may be scores `[b, h, t, s]`."""

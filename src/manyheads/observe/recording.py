@@ -607,6 +607,7 @@ class Recording(Mapping[Any, Any]):
         layer: str | int | None = None,
         batch: int = 0,
         number: int = 0,
+        patches: Patches | None = None,
         **options: Any,
     ) -> Figure:
         """Draw what a query attends to over the picture, a panel for each head.
@@ -622,19 +623,25 @@ class Recording(Mapping[Any, Any]):
             layer: The layer, as in `recording[layer]`. Default: the last one with patches.
             batch: The batch entry.
             number: The number of the picture in the sequence.
+            patches: Where the patches are among the keys, for models of which this isn't found. Default:
+                `recording.patches(layer)`.
             **options: The options of `figures.overlay`.
 
         Returns:
             The figure.
 
         Raises:
+            TypeError: If patches has the wrong type.
             ValueError: If the patches aren't known, or the query isn't one token or word.
             IndexError: If the query doesn't exist.
         """
         from manyheads import figures  # this imports matplotlib
 
         name = self._picture_layer() if layer is None else self._find(layer)
-        patches = self.patches(name, batch=batch, picture=number)
+        if patches is None:
+            patches = self.patches(name, batch=batch, picture=number)
+        elif not isinstance(patches, Patches):
+            raise TypeError(f"Expected patches to be Patches, got {kind(patches)}.")
         amap = pictures.check_map(name, self[name]).only(batch=batch)
         rows, query_name, place = pictures.resolve_query(amap, patches, query)
         image = amap.image(rows, patches).mean(2)[0]  # [h, rows, cols]

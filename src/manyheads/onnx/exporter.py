@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -22,7 +22,7 @@ from manyheads import extras
 from manyheads.cache import Cache
 from manyheads.kernels import exported
 from manyheads.kernels.exported import CHOICES, FIRST_OPSET, Call, Target
-from manyheads.shapes import kind, whole
+from manyheads.shapes import kind, sizes, whole
 
 # The largest allowed difference between the outputs of onnxruntime and of PyTorch, relative to the largest
 # number of the output. Both round each operator of the model, in different orders.
@@ -178,6 +178,7 @@ def export(
     else:
         source = module = _as_module(model)
         _check_arguments(module, args, kwargs or {})
+        _check_shapes(module, args, kwargs or {}, dynamic_shapes)
         with _own_errors(), exported.exporting(target), _names(module, target):
             program = torch.onnx.export(
                 module, args, path, kwargs=dict(kwargs or {}), dynamic_shapes=dynamic_shapes, dynamo=True,
@@ -220,6 +221,85 @@ def _check_arguments(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
         ) from None
     except ValueError:  # a function that isn't written in Python has no signature
         pass
+
+
+def _check_shapes(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any
+) -> None:
+    """Raise an error if dynamic_shapes has a name or an axis that the arguments don't have."""
+    if dynamic_shapes is None:
+        return
+    if isinstance(dynamic_shapes, str | bytes) or not isinstance(dynamic_shapes, Mapping | Sequence):
+        raise TypeError(
+            f"Expected dynamic_shapes to be a tuple with a part for each argument, or a dict by name, got "
+            f'{kind(dynamic_shapes)}. Write ({{1: Dim("t")}},) for axis 1 of one argument.'
+        )
+    try:
+        bound = signature(model.forward).bind(*args, **kwargs)
+    except ValueError:  # it isn't written in Python
+        return
+    kinds = {bound.signature.parameters[name].kind for name in bound.arguments}
+    if kinds & {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}:
+        return  # PyTorch checks these
+    given = bound.arguments
+    if isinstance(dynamic_shapes, Mapping):
+        for name in dynamic_shapes:
+            if name not in given:
+                raise ValueError(
+                    f"Expected dynamic_shapes to have names of the given arguments, {', '.join(given)}, got "
+                    f"{name!r}."
+                )
+        missing = [name for name in given if name not in dynamic_shapes]
+    else:
+        missing = list(given)[len(dynamic_shapes) :]
+        if len(dynamic_shapes) > len(given):
+            raise ValueError(
+                f"Expected dynamic_shapes to have a part for each of the {len(given)} arguments "
+                f"({', '.join(given)}), got {len(dynamic_shapes)}."
+            )
+        dynamic_shapes = dict(zip(given, dynamic_shapes, strict=False))
+    if missing:
+        raise ValueError(
+            f"Expected dynamic_shapes to have a part for each of the arguments {', '.join(given)}, got none "
+            f"for {', '.join(missing)}. Give {{}} or None to an argument whose sizes are constant."
+        )
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            _check_axes(name, value, dynamic_shapes[name])
+
+
+def _check_axes(name: str, x: Tensor, axes: Any) -> None:
+    """Raise an error unless a part of dynamic_shapes fits a tensor."""
+    if axes is None:
+        return
+    if isinstance(axes, tuple | list):
+        if len(axes) != x.dim():
+            raise ValueError(
+                f"Expected a part of dynamic_shapes for each of the {x.dim()} axes of {name} {sizes(x)}, got "
+                f"{len(axes)}. Write a dict by axis to give some of them."
+            )
+        axes = dict(enumerate(axes))
+    if not isinstance(axes, Mapping):
+        raise TypeError(
+            f'Expected dynamic_shapes of {name} to be a dict by axis, such as {{1: Dim("t")}}, got '
+            f"{kind(axes)}."
+        )
+    for axis, size in axes.items():
+        if isinstance(axis, bool) or not isinstance(axis, int) or not 0 <= axis < x.dim():
+            raise ValueError(
+                f"Expected an axis of {name} {sizes(x)} in dynamic_shapes, 0 to {x.dim() - 1}, got {axis!r}."
+            )
+        is_known = size is None or isinstance(size, str | int | Dim | type(Dim.AUTO))
+        if isinstance(size, bool) or not is_known:
+            raise TypeError(
+                f'Expected the size of axis {axis} of {name} in dynamic_shapes to be a Dim("t"), '
+                f"Dim.DYNAMIC, Dim.AUTO, a name, or None for a constant, got {size!r}."
+            )
+        if isinstance(size, int) and size != x.shape[axis]:
+            raise ValueError(
+                f"Expected the constant size of axis {axis} of {name} in dynamic_shapes to be that of the "
+                f'example, {x.shape[axis]}, got {size}. Give Dim("t") to a size that may change.'
+            )
 
 
 @contextmanager
@@ -266,11 +346,19 @@ def _own_errors() -> Iterator[None]:
     try:
         yield
     except torch.onnx.OnnxExporterError as error:
+        from torch._dynamo.exc import UserError  # importing it takes long
+
         raised: BaseException | None = error
         while raised is not None:
             frames = [frame for frame, _ in walk_tb(raised.__traceback__)]
             if isinstance(raised, TypeError | ValueError) and _is_ours(frames[-1].f_globals["__name__"]):
                 raise raised from None
+            if isinstance(raised, UserError):  # such as sizes that can't differ as dynamic_shapes says
+                reason = " ".join(str(raised).partition("\n\n")[0].split()).rstrip(".")
+                raise ValueError(
+                    f"Expected a model and dynamic_shapes that torch.export supports, got its error: "
+                    f"{reason}."
+                ) from error
             raised = raised.__cause__
         raise
 

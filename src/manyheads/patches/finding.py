@@ -7,7 +7,7 @@ table of models in `tests/unit/test_patches.py`, which changes a patch of the pi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -26,9 +26,10 @@ def find_patches(model: nn.Module, inputs: Any = None, *, batch: int = 0, pictur
     Vision transformers of transformers (ViT, DeiT, BEiT, DINOv2 with or without registers, DINOv3, CLIP,
     SigLIP, I-JEPA, …), of timm and of torchvision, and vision-language models of transformers (LLaVA,
     Qwen-VL, InternVL, SmolVLM, PaliGemma, Gemma 3, Pixtral, …), for which it returns the patches in the
-    sequence of the language model. A frame of a video, and a tile of InternVL, Idefics 3 or SmolVLM, counts
-    as a picture. For their vision part, pass that part, such as `model.vision_tower`. A recording of
-    `observe` finds the patches of each layer itself: `recording.patches()`.
+    sequence of the language model. A frame of a video (Qwen-VL, LLaVA-OneVision), and a tile of InternVL,
+    Idefics 3 or SmolVLM, counts as a picture. For their vision part, pass that part, such as
+    `model.vision_tower`. A recording of `observe` finds the patches of each layer itself:
+    `recording.patches()`.
 
     Args:
         model: The model.
@@ -68,6 +69,7 @@ class Inputs(NamedTuple):
     earlier: int = 0  # the number of tokens in the cache of keys
     has_video: bool = False
     frames: list[list[int]] | None = None  # the same of each video
+    clips: tuple[int, ...] | None = None  # the shape of the pixels of videos, [b, frames, 3, h, w]
 
     @classmethod
     def of(cls, inputs: Mapping[str, Any]) -> Inputs:
@@ -78,7 +80,7 @@ class Inputs(NamedTuple):
 
         pixels, ids = read("pixel_values", "x", "pixels"), read("input_ids")
         grids, heights = read("image_grid_thw", "grid_thw"), read("image_sizes", "spatial_shapes")
-        cache = read("past_key_values")
+        cache, clips = read("past_key_values"), read("pixel_values_videos")
         earlier = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
         return cls(
             tuple(pixels.shape) if isinstance(pixels, Tensor) else None,
@@ -88,6 +90,7 @@ class Inputs(NamedTuple):
             int(earlier),
             read("pixel_values_videos", "video_grid_thw") is not None,
             _to_list(read("video_grid_thw")),
+            tuple(clips.shape) if isinstance(clips, Tensor) else None,
         )
 
 
@@ -108,6 +111,29 @@ def read_parameters(module: nn.Module) -> list[str] | None:
     except (TypeError, ValueError):  # it isn't written in Python
         return None
     return names if {"pixel_values", "grid_thw"} & {*names} else None
+
+
+def find_readers(vision: str, model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return the attention modules that read the patches of a vision transformer as keys.
+
+    Args:
+        vision: The path of the vision transformer in a larger model.
+        model: The vision transformer.
+        names: The paths of all modules.
+
+    Returns:
+        The paths of the resampler's attention modules, empty for models without one.
+    """
+    part = RESAMPLERS.get(getattr(getattr(model, "config", None), "model_type", ""))
+    parent = vision.rpartition(".")[0]
+    return [
+        name
+        for name in names
+        if part is not None
+        and name.startswith(parent)
+        and part in name.split(".")
+        and name.endswith((".crossattention", ".self_attn"))
+    ]
 
 
 def locate(model: nn.Module, inputs: Inputs, towers: bool = True) -> Located | None:
@@ -148,8 +174,10 @@ def _locate(model: nn.Module, inputs: Inputs, towers: bool) -> Located | None:
     if family in WITHOUT_GRID:
         reason = WITHOUT_GRID[family].removesuffix(".")
         raise ValueError(f"The patches of {_name(model)} aren't known: {reason}. {GIVE}")
-    if family in BLOCKS or family == "pixtral":
+    if family in BLOCKS:
         return [[_only_patches(model, config, inputs)]]
+    if family == "pixtral":
+        return [_pixtral_patches(model, config, inputs)]
     if family == "siglip2_vision_model":
         if inputs.heights is None:
             raise ValueError(
@@ -195,14 +223,16 @@ SPECIAL: dict[str, Callable[[Any], tuple[str, ...]]] = {
     **dict.fromkeys(
         ("vit", "vit_msn", "beit", "data2vec-vision", "dinov2", "yolos", "clip_vision_model",
          "chinese_clip_vision_model", "altclip_vision_model", "metaclip_2_vision_model", "mlcd_vision_model",
-         "owlvit_vision_model", "owlv2_vision_model", "internvl_vision"),
+         "owlvit_vision_model", "owlv2_vision_model", "internvl_vision",
+         "blip_vision_model", "blip_2_vision_model", "instructblip_vision_model"),
         _class,
     ),
     "deit": lambda config: (CLASS, DISTILLATION),
     "dinov2_with_registers": _registers,
     "dinov3_vit": _registers,
     **dict.fromkeys(
-        ("siglip_vision_model", "ijepa", "aimv2_vision_model", "idefics3_vision", "smolvlm_vision"), _none
+        ("siglip_vision_model", "ijepa", "aimv2_vision_model", "idefics2_vision", "idefics3_vision",
+         "smolvlm_vision"), _none
     ),
 }  # fmt: skip
 
@@ -211,7 +241,17 @@ _WINDOWS = (
     "no map of the whole picture. Read a window by amap.only(batch=n).image(query, grid=(7, 7))."
 )
 _FEWER_KEYS = "its keys are merged patches, fewer in the first stages, and its class token is none."
-_QUERIES = "its language model reads queries of a resampler, which have no place in the picture."
+_QUERIES = (
+    "its language model reads queries of a resampler, which have no place in the picture. What these queries "
+    "look at is in the resampler's layers ({}), whose patches a recording has."
+)
+# The parts that read a vision transformer's patches as keys, by the model_type of the transformer's
+# configuration, and the name of their attention.
+RESAMPLERS = {
+    "blip_2_vision_model": "crossattention",
+    "instructblip_vision_model": "crossattention",
+    "idefics2_vision": "perceiver_resampler",
+}
 BLOCKS = ("qwen2_vl_vision", "qwen3_vl_vision", "qwen3_vl_moe_vision")  # patches are in blocks
 # Why the tokens of a model aren't a grid of patches, by its model_type.
 WITHOUT_GRID = {
@@ -219,7 +259,8 @@ WITHOUT_GRID = {
         ("swin", "swinv2", "swin2sr", "donut-swin", "maskformer-swin", "clap_audio_model"), _WINDOWS
     ),
     **dict.fromkeys(("segformer", "pvt", "pvt_v2", "glpn"), _FEWER_KEYS),
-    **dict.fromkeys(("blip-2", "instructblip", "idefics2"), _QUERIES),
+    **dict.fromkeys(("blip-2", "instructblip"), _QUERIES.format('"crossattention"')),
+    "idefics2": _QUERIES.format('"perceiver_resampler"'),
     "vit_mae": "it drops a random part of the patches (mask_ratio), and shuffles the others.",
     "qwen2_5_vl_vision": "its vision transformer attends within windows and reorders the patches for them.",
     "mllama": "its language model reads the picture by cross-attention to tiles.",
@@ -243,25 +284,39 @@ def _vision_patches(config: Any, inputs: Inputs) -> Located:
 
 
 def _only_patches(model: nn.Module, config: Any, inputs: Inputs) -> Patches:
-    """Return the patches of a vision transformer that reads all pictures of a batch as one sequence."""
-    is_pixtral = config.model_type == "pixtral"
-    found = inputs.heights if is_pixtral else inputs.grids
-    if found is None and is_pixtral and inputs.pixels is not None and inputs.pixels[0] == 1:
-        found = [list(inputs.pixels[-2:])]
+    """Return the patches of Qwen-VL's vision transformer, which calls attention for each picture."""
+    found, merge = inputs.grids, config.spatial_merge_size
     if found is None:
-        name = "image_sizes" if is_pixtral else "image_grid_thw"
+        raise _no_sizes(model, "image_grid_thw")
+    if len(found) != 1 or found[0][0] != 1:
         raise ValueError(
-            f"The sizes of the pictures of {_name(model)} are in {name}: give all inputs of the processor, "
-            "find_patches(model, inputs)."
+            f"{_name(model)} reads several pictures or frames in one call, each by a call of attention of "
+            "its own, so that a layer has no single map of all. Read that of picture or frame n by "
+            f"recording.calls(layer)[n].image(query, Patches(grid=(rows, cols), merge={merge})), with the "
+            "rows and columns of its image_grid_thw, or give the model one picture at a time."
         )
-    if len(found) != 1 or (not is_pixtral and found[0][0] != 1):
-        raise ValueError(
-            f"{_name(model)} reads several pictures or frames as one sequence, whose patches aren't found. "
-            "Give it one picture at a time."
-        )
-    if is_pixtral:
-        return Patches((found[0][0] // config.patch_size, found[0][1] // config.patch_size))
-    return Patches((found[0][1], found[0][2]), merge=config.spatial_merge_size)
+    return Patches((found[0][1], found[0][2]), merge=merge)
+
+
+def _pixtral_patches(model: nn.Module, config: Any, inputs: Inputs) -> list[Patches]:
+    """Return the patches of each picture of Pixtral's vision transformer, which joins them to a sequence."""
+    sizes = inputs.heights
+    if sizes is None and inputs.pixels is not None and inputs.pixels[0] == 1:
+        sizes = [list(inputs.pixels[-2:])]
+    if sizes is None:
+        raise _no_sizes(model, "image_sizes")
+    found: list[Patches] = []
+    for height, width in sizes:
+        first = found[-1].stop if found else 0
+        found.append(Patches((height // config.patch_size, width // config.patch_size), first))
+    return found
+
+
+def _no_sizes(model: nn.Module, name: str) -> ValueError:
+    return ValueError(
+        f"The sizes of the pictures of {_name(model)} are in {name}: give all inputs of the processor, "
+        "find_patches(model, inputs)."
+    )
 
 
 def _whole_grid(
@@ -404,6 +459,13 @@ def _language_grids(model: nn.Module, config: Any, inputs: Inputs) -> dict[int, 
             )
             for of_kind, grids in ((token, inputs.grids or []), (config.video_token_id, inputs.frames or []))
         }
+    if inputs.has_video and family == "llava_onevision" and inputs.clips is not None:
+        clips = iter(_clip_frames(config, inputs.clips))
+        video = getattr(config, "video_token_id", None)
+        video = config.video_token_index if video is None else video
+        if not bool((inputs.ids == token).any() if inputs.ids is not None else False):
+            return {video: clips}
+        return {token: _picture_grids(model, config, inputs), video: clips}
     if inputs.has_video:
         raise ValueError(f"The patches of videos of {_name(model)} aren't found. {GIVE}")
     return {token: _picture_grids(model, config, inputs)}
@@ -441,6 +503,17 @@ def _picture_grids(model: nn.Module, config: Any, inputs: Inputs) -> Iterator[Si
     raise ValueError(
         f"The image tokens of {_name(model)} ({family}) aren't known to be patches in rows. {GIVE}"
     )
+
+
+def _clip_frames(config: Any, clips: tuple[int, ...]) -> list[Size]:
+    """Return the sizes of the frames of LLaVA-OneVision's videos, whose patches are pooled 2 × 2."""
+    if len(clips) != 5:
+        raise ValueError(f"Expected pixel_values_videos [b, frames, 3, h, w], got {list(clips)}. {GIVE}")
+    videos, count, _, height, width = clips
+    patch = _pair(config.vision_config.patch_size)
+    rows, cols = (-(-(n // p) // 2) for n, p in zip((height, width), patch, strict=True))
+    frame, last = _exact((rows, cols)), Size((rows, cols), rows * cols + 1)  # a token ends each video
+    return [*[frame] * (count - 1), last] * videos
 
 
 def _check_runs(model: nn.Module, token: int | None, inputs: Inputs) -> None:

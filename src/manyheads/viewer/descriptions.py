@@ -129,6 +129,6 @@ def describe_layer(layer: Layer) -> dict[str, Any]:
         "shifts": level_shifts(*call.shape[2:]),
         "mask": "no mask" if mask is None else str(mask),
         "has_weights": layer.has_weights,
-        "has_patches": layer.has_weights and isinstance(call.provenance.get("patches"), list),
+        "has_patches": layer.has_patches,
         "finest": layer.finest,
     }

@@ -68,6 +68,8 @@ class Export:
         if self.finest:
             side = f"{1 << self.finest:,}"
             text += f", with cells of at least {side} × {side} weights (--full keeps single weights)"
+            if any(layer.finest for run in self.api.runs if run.pictures for layer in run.layers):
+                text += "; layers with such cells show the picture without weights"
         return text
 
     def check_space(self) -> None:
@@ -135,8 +137,9 @@ class Export:
                 yield f"findings/{r}/{batch}", self._respond(f"findings/{r}/{batch}")
         for run, n, layer in layers:
             b, h, *_ = layer.call.shape
+            words = ("tokens", "scores", *(["patches"] if layer.has_patches else []))
             for batch in range(b):
-                for word in ("tokens", "scores"):
+                for word in words:
                     address = f"{word}/{run}/{n}/{batch}"
                     yield address, self._respond(address)
                 for head in range(h):
@@ -238,7 +241,7 @@ def _select(run: ViewedRun, layer: int | None, heads: Sequence[int] | None) -> V
             if not 0 <= head <= last:
                 raise ValueError(f"Expected --head between 0 and {last}, got {head}.")
         layers = [replace(shown, call=shown.map.only(heads=list(heads))) for shown in layers]
-    return ViewedRun(run.title, layers, run.provenance)
+    return run.with_layers(layers)
 
 
 def _coarsen(run: ViewedRun, cells: int) -> ViewedRun:
@@ -247,7 +250,7 @@ def _coarsen(run: ViewedRun, cells: int) -> ViewedRun:
     for layer in run.layers:
         longest = max(layer.call.shape[2:])
         layers.append(replace(layer, finest=max(0, (-(-longest // cells) - 1).bit_length())))
-    return ViewedRun(run.title, layers, run.provenance)
+    return run.with_layers(layers)
 
 
 def _tiles(pyramid: Pyramid, finest: int) -> Iterator[tuple[int, int, int]]:
@@ -272,10 +275,11 @@ class _Sizes:
             for n, layer in enumerate(run.layers):
                 b, h, t, s = layer.call.shape
                 for batch in range(b):
-                    text = api.request(f"tokens/{r}/{n}/{batch}").result()
-                    if text not in stored:
-                        stored.add(text)
-                        self.fixed += encoded_size(len(text))
+                    for word in ("tokens", *(["patches"] if layer.has_patches else [])):
+                        text = api.request(f"{word}/{r}/{n}/{batch}").result()
+                        if text not in stored:
+                            stored.add(text)
+                            self.fixed += encoded_size(len(text))
                     self.fixed += encoded_size(SCORE_SIZE * h * len(COLUMNS)) + 60
                 levels: list[_LevelSize] = []
                 if layer.has_weights:

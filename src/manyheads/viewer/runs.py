@@ -43,6 +43,11 @@ class Layer:
         return isinstance(self.call, AttentionMap)
 
     @property
+    def has_patches(self) -> bool:
+        """Return True if the places of a picture's patches among the keys are known."""
+        return self.has_weights and isinstance(self.call.provenance.get("patches"), list)
+
+    @property
     def map(self) -> AttentionMap:
         """The map.
 
@@ -106,6 +111,12 @@ class ViewedRun:
                 "Record a text of at least one token."
             )
         return cls(title, layers, source.provenance, path)
+
+    def with_layers(self, layers: list[Layer]) -> ViewedRun:
+        """Return the run with other layers, such as some of its own."""
+        run = ViewedRun(self.title, layers, self.provenance)
+        run.pictures = self.pictures
+        return run
 
     def check_file(self) -> None:
         """Raise FileChanged if the file was changed or removed since it was opened."""

@@ -50,7 +50,7 @@ def display(api: Api) -> Any:
     api.close()  # a page doesn't need it, and a widget creates one while it is visible
     plan = plan_export(api, Path("page.html"), full=True)
     try:
-        if plan.size > EMBEDDED_BYTES or any(run.pictures for run in api.runs):  # a page has no pictures
+        if plan.size > EMBEDDED_BYTES:
             return _widget_class()(api.runs)
         picture = draw_heads(api.runs[0])
         return EmbeddedPage(plan.page(picture), picture, describe(api.runs))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from playwright.sync_api import Locator, Page, expect
 import manyheads as mh
 from manyheads.patches import pack
 from manyheads.viewer.api import Api
+from manyheads.viewer.export import plan_export
 from manyheads.viewer.server import Server
 from tests.integration.viewer.pages import a_map, in_a_browser, loaded
 
@@ -89,6 +92,38 @@ def test_without_a_picture_the_patches_are_drawn_alone(page: Page, served: list[
     canvas = open_picture(page, served, None)
     canvas.hover(position=at(canvas, 1, 2))
     expect(canvas).to_have_attribute("data-largest", "8")
+
+
+def test_an_exported_page_shows_the_picture(page: Page, tmp_path: Path) -> None:
+    """Its weights are those of the served page, which `AttentionMap.image` returns."""
+    path, query = tmp_path / "page.html", PATCHES.token(1, 2)
+    plan_export(Api(a_map_of_patches(), picture=PICTURE), path).write()
+    page.goto(path.as_uri() + "#page=head")
+    loaded(page)
+    canvas = page.locator("canvas.picture")
+    canvas.hover(position=at(canvas, 1, 2))
+    expect(canvas).to_have_attribute("data-query", str(query))
+    expect(canvas).to_have_attribute("data-largest", "8")
+    expected = float(a_map_of_patches().image(query)[0, 0].sum())
+    assert float(canvas.get_attribute("data-sum") or 0) == pytest.approx(expected, abs=1e-4)
+    colors = canvas.evaluate(
+        "(canvas) => [...canvas.getContext('2d').getImageData(9, 9, 1, 1).data.slice(0, 3)]"
+    )
+    assert len(set(colors)) > 1  # not the grey of a page without weights and picture
+
+
+def test_a_pooled_export_shows_the_picture_without_weights(page: Page, tmp_path: Path) -> None:
+    patches = mh.Patches((20, 20))
+    amap = mh.attention_with_map(*[torch.randn(1, 1, 400, 8)] * 3)[1]
+    amap.provenance["patches"] = pack([[patches]])
+    path = tmp_path / "page.html"
+    plan = plan_export(Api(amap, picture=PICTURE), path, budget=800_000)
+    assert plan.finest
+    plan.write()
+    page.goto(path.as_uri() + "#page=head")
+    loaded(page)
+    page.locator("canvas.picture").hover()
+    expect(page.locator(".picture-panel .muted")).to_contain_text("export with --full")
 
 
 def test_other_maps_have_no_picture(page: Page, served: list[Server]) -> None:

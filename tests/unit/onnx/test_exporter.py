@@ -277,6 +277,16 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
     "no arguments": (mh.attention, {"args": ()}, TypeError, ["example arguments", "got 0 args", "'q'"]),
     "a list of kwargs": (mh.attention, {"kwargs": [X]}, TypeError, ["by name", "a list"]),
     "a number as path": (mh.attention, {"path": 3}, TypeError, ["the file to write", "3"]),
+    "a name as dynamic_shapes": (mh.attention, {"dynamic_shapes": "t"}, TypeError, ["a tuple", "a str"]),
+    "an unknown name": (mh.attention, {"dynamic_shapes": {"x": {2: T}}}, ValueError, ["q, k, v", "'x'"]),
+    "a missing part": (mh.attention, {"dynamic_shapes": {"q": {2: T}}}, ValueError, ["none for k, v", "{}"]),
+    "too many parts": (mh.attention, {"dynamic_shapes": ({},) * 4}, ValueError, ["3 arguments", "got 4"]),
+    "an axis too far": (mh.attention, {"dynamic_shapes": ({4: T}, {}, {})}, ValueError, ["0 to 3", "got 4"]),
+    "a negative axis": (mh.attention, {"dynamic_shapes": ({}, {-2: T}, {})}, ValueError, ["of k", "got -2"]),
+    "a size without axis": (mh.attention, {"dynamic_shapes": (T, {}, {})}, TypeError, ["dict by axis"]),
+    "too few axes": (mh.attention, {"dynamic_shapes": ((T,), {}, {})}, ValueError, ["4 axes of q", "got 1"]),
+    "a wrong size": (mh.attention, {"dynamic_shapes": ({2: 0.5}, {}, {})}, TypeError, ["axis 2 of q", "0.5"]),
+    "another constant": (mh.attention, {"dynamic_shapes": ({2: 9}, {}, {})}, ValueError, ["got 9"]),
     "the older exporter": (mh.attention, {"dynamo": False}, ValueError, ["dynamo=True"]),
 }
 
@@ -288,6 +298,8 @@ def test_what_a_graph_cannot_have_raises(tmp_path: Path) -> None:
 
     with raises(ValueError, "Expected 3 sizes of the inputs to be dynamic, got 0"):
         mh.onnx.export(entropy, heads(6, 9), **LENGTHS)
+    with raises(ValueError, "dynamic_shapes that torch.export supports", "got its error"):
+        mh.onnx.export(mh.attention, heads(6, 9), dynamic_shapes=({}, {2: T}, {2: S}))  # a value for each key
     with raises(ValueError, "onnxruntime", "check=False"):
         mh.onnx.export(mh.attention, heads(5, 5, torch.bfloat16))
     with raises(ValueError, "existing folder", "model.onnx"):

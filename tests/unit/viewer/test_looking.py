@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import manyheads as mh
 from manyheads.patches import pack
 from manyheads.viewer import looking, widget
 from manyheads.viewer.api import Api
+from manyheads.viewer.export import plan_export
 from tests.errors import raises
 from tests.waiting import HANG
 
@@ -85,10 +87,26 @@ def test_a_picture_of_unknown_patches_raises() -> None:
         Api(a_map(), picture=3)
 
 
-def test_in_a_notebook_a_picture_is_shown_by_a_widget() -> None:
-    """A page in a frame, which small maps have otherwise, has no picture."""
-    pytest.importorskip("anywidget")
-    assert isinstance(widget.display(Api(a_map())), widget.EmbeddedPage)
+def test_in_a_notebook_a_page_has_its_picture() -> None:
     shown = widget.display(Api(a_map(), picture=PICTURE))
-    assert not isinstance(shown, widget.EmbeddedPage)
-    shown.close()
+    assert isinstance(shown, widget.EmbeddedPage)
+    assert "patches/0/0/0" in shown.page
+
+
+@pytest.mark.parametrize("budget", [2e6, 8e5], ids=["exact", "pooled"])
+def test_an_export_has_the_picture_and_announces_its_size(tmp_path: Path, budget: float) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, 400, 8)
+    amap = mh.attention_with_map(q, q, q)[1]
+    amap.provenance["patches"] = pack([[mh.Patches((20, 19), 1)]])
+    noise = torch.randint(256, (90, 120, 3), dtype=torch.uint8).numpy()  # a PNG of some 30 KB
+    plan = plan_export(Api(amap, picture=noise), tmp_path / "page.html", heads=[1], budget=budget)
+    [page] = plan.write()
+    assert plan.size == pytest.approx(page.stat().st_size, rel=0.02)
+    assert plan.size <= budget
+    assert ("show the picture without weights" in plan.description) == (plan.finest > 0) == (budget < 1e6)
+    answers = re.search('id="answers">(.*?)</script>', page.read_text())
+    assert answers is not None
+    patches = json.loads(base64.b64decode(json.loads(answers[1])["patches/0/0/0"]))
+    assert patches["grid"] == [20, 19]
+    np.testing.assert_allclose(pixels(patches["src"])[..., :3], noise / 255, atol=1 / 255)

@@ -35,7 +35,7 @@ class PageClient {
     const [kind, ...parts] = address.split("/");
     const computed = {
       row: () => this.line(true, ...parts), column: () => this.line(false, ...parts), heads: () => this.heads(...parts), block: () => this.block(...parts),
-      profile: () => this.profile(...parts), weight: () => this.weight(...parts),
+      profile: () => this.profile(...parts), weight: () => this.weight(...parts), image: () => this.image(...parts),
     }[kind];
     if (computed) {
       const response = await computed();
@@ -81,6 +81,12 @@ class PageClient {
     }
     const top = weights.map((weight, n) => [n, weight]).filter(([, weight]) => weight).sort((a, b) => b[1] - a[1]).slice(0, 12);
     return { first: 0, weights, top };
+  }
+
+  // A query's weights on the patches of a picture, as in the API's response.
+  async image(run, layer, head, query, batch) {
+    const { keys } = await json(this, `patches/${run}/${layer}/${batch}`), { weights } = await this.line(true, run, layer, head, query, batch);
+    return keys.map((key) => weights[key]);
   }
 
   // A single weight, as in the API's response, and whether it is exact: tiles in a folder are rounded.

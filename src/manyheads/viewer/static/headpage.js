@@ -59,10 +59,9 @@ class HeadPage {
     }
   }
 
-  // Show the picture whose patches are keys of a single head. An exported page has none.
+  // Show the picture whose patches are keys of a single head.
   openPicture(place) {
-    const hasPicture = place && this.app.layer(place).has_patches && !(this.app.client instanceof PageClient);
-    if (!hasPicture) {
+    if (!(place && this.app.layer(place).has_patches)) {
       this.picture?.remove();
       this.picture = null;
       return;

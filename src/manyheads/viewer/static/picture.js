@@ -56,9 +56,9 @@ class PicturePanel {
   // The crosshair moved: request the weights of its query.
   update() {
     if (!this.patches) return;
-    const { run, layer, head, batch } = this.place, { cell } = this.pane;
-    const address = cell ? `image/${run}/${layer}/${head}/${cell[0]}/${batch}` : null;
-    if (address === this.address) return;
+    const { run, layer, head, batch } = this.place, { cell } = this.pane, isPooled = this.app.layer(this.place).finest; // in a file
+    const address = cell && !isPooled ? `image/${run}/${layer}/${head}/${cell[0]}/${batch}` : null;
+    if (address === this.address && !isPooled) return;
     this.close();
     Object.assign(this, { address, weights: cell ? this.weights : null, query: cell?.[0] ?? null });
     this.draw();
@@ -141,6 +141,7 @@ class PicturePanel {
     this.title.textContent = query === null ? "Picture" : `What ${this.nameOf(query)} attends to`;
     const sum = isLoaded ? weights.reduce((total, weight) => total + weight, 0) : 0, parts = [`${rows} × ${cols} patches`];
     if (isLoaded) parts.push(`colours to ${format(top, 2)}`, `${format(sum, 3)} of the weight is on patches`);
+    else if (this.app.layer(this.place).finest) parts.push(pooledFile(this.app.layer(this.place)));
     else if (query === null) parts.push("hover over a patch or a query");
     this.note.textContent = parts.join(" · ");
     this.canvas.setAttribute("aria-label", `${this.title.textContent}: ${this.note.textContent}`);
