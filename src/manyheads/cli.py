@@ -647,7 +647,8 @@ def bench(
 
     --kind choice runs every kernel on a grid of cases and on 200 random ones, and prints those in which
     kernel='auto' is slower than the fastest by more than 5% and 15 µs. These cases are measured again at
-    the end, up to five times, and the smallest median of each kernel counts.
+    the end, up to five times, and the smallest median of each kernel counts. kernel='auto' isn't compared
+    with the kernel that it chose, which is the same code.
     """
     # With workers that compile, the process can take five minutes to end (pytorch/pytorch#162199).
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

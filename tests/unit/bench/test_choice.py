@@ -94,6 +94,11 @@ def test_the_threshold_of_slower(auto: float, fastest: float, slower: bool) -> N
     assert report.text().startswith(line if slower else "In none of 1 cases (random ones of seed 7)")
 
 
+def test_auto_is_not_compared_with_the_kernel_that_it_chose() -> None:
+    found = outcome(10e-3, native=5e-3, PyTorch=20e-3)
+    assert (found.fastest, found.is_slower) == ("auto", False)
+
+
 MACHINE = {"processor": "one", "threads": 1, "date": "today", "versions": {"torch": "2"}, "width": None}
 
 

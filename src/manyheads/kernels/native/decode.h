@@ -76,7 +76,7 @@ template <class T, class Op> struct Decode : FewQueries<T, Op> {
             for (int64_t row = 0; row < rows; row++) finish(split, row, first, count);
             if (lse_known) continue;
             const T *values = row_at<T>(problem.v, problem.v_stride, split.b, split.g, first);
-            if (whole || are_finite(values, count)) add(split, values, count);
+            if (whole || are_finite(values, count)) add(split, values, count, problem.s - first);
             else add_visible(split, values, count);
         }
     }
@@ -124,35 +124,38 @@ template <class T, class Op> struct Decode : FewQueries<T, Op> {
         return !bit_mask(~finite);
     }
 
-    // Adds weights times values. Weights of masked keys are 0: their values must be finite.
-    void add(const Split &split, const T *values, int64_t count) const {
+    // Adds weights times values, of which `left` are left in the tensor. Weights of masked keys are 0: their values must be
+    // finite.
+    void add(const Split &split, const T *values, int64_t count, int64_t left) const {
         for (int64_t row = 0; row < rows; row++) weigh(split, row, round_up(count, LANES));
         for (int64_t x = 0; x < problem.w;) {
-            int64_t left = problem.v_stride[3] == 1 ? (problem.w - x) / LANES : 0;  // vectors that are whole
-            if (left >= 8 && rows <= MOST_ROWS<8>) x += add_to_all<8>(split, x, values, count);
-            else if (left >= 4 && rows <= MOST_ROWS<4>) x += add_to_all<4>(split, x, values, count);
-            else if (left >= 2) x += add_to_all<2>(split, x, values, count);
-            else x += add_to_all<1>(split, x, values, count);
+            int64_t whole = problem.v_stride[3] == 1 ? (problem.w - x) / LANES : 0;  // vectors that are whole
+            if (whole >= 8 && rows <= MOST_ROWS<8>) x += add_to_all<8>(split, x, values, count, left);
+            else if (whole >= 4 && rows <= MOST_ROWS<4>) x += add_to_all<4>(split, x, values, count, left);
+            else if (whole >= 2) x += add_to_all<2>(split, x, values, count, left);
+            else x += add_to_all<1>(split, x, values, count, left);
         }
     }
 
     // Adds N vectors of each value, from number x on, to all queries; only a single one may reach beyond the value.
     // Returns how many numbers that are.
-    template <int N> int64_t add_to_all(const Split &split, int64_t x, const T *values, int64_t count) const {
+    template <int N>
+    int64_t add_to_all(const Split &split, int64_t x, const T *values, int64_t count, int64_t left) const {
         each_four(rows, [&](int64_t row, auto group) {
-            if constexpr (group <= MOST_ROWS<N>) add_some<group, N>(split, row, x, values, count);
+            if constexpr (group <= MOST_ROWS<N>) add_some<group, N>(split, row, x, values, count, left);
         });
         return N * LANES;
     }
 
     template <int ROWS, int N>
-    void add_some(const Split &split, int64_t row, int64_t x, const T *values, int64_t count) const {
+    void add_some(const Split &split, int64_t row, int64_t x, const T *values, int64_t count, int64_t left) const {
         Vector sum[ROWS][N] = {};
         const Real *weight = split.score + row * STEP;
         for (int64_t j = 0; j < count; j++) {
             const T *value = values + j * problem.v_stride[2];
             Vector v[N];
-            if (row == 0) Base::fetch(value + Base::AHEAD * problem.v_stride[2] + x, N * LANES);
+            if (row == 0 && j + Base::AHEAD < left)
+                Base::fetch(value + Base::AHEAD * problem.v_stride[2] + x, N * LANES);
             for (int n = 0; n < N; n++)
                 v[n] = N > 1 ? widen(value + x + n * LANES) : Single::units(value, problem.v_stride[3], x, problem.w);
             for (int i = 0; i < ROWS; i++)

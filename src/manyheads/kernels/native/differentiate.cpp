@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr int KEYS = 96;                  // in a block
+constexpr int KEYS = 96;                  // in a block, at most
 constexpr int QUERIES = 128;              // in a step
 constexpr int64_t OWN_NUMBERS = 1 << 20;  // the most packed numbers of a head that one thread packs and computes
 
@@ -25,7 +25,7 @@ template <class T, class Op> struct Backward {
     int64_t lines;                       // d rounded up to the rows of a product
     int64_t key_row, value_row;          // depth and value_depth in whole vectors
     int64_t key_panels, value_panels;    // panels of d, of w
-    int64_t blocks, chunks;              // blocks of keys; chunks of blocks
+    int64_t block_size, blocks, chunks;  // keys of a block; blocks; chunks of blocks
     int64_t first_head = 0;              // the first head of queries in these arrays, which have `heads` of them:
     Element *q_columns, *q_rows;         // [heads, panels, depth, PANEL], [heads, key_panels, panels * PANEL, PANEL]
     Element *out_columns, *out_rows;     // the same of the gradient of the output: value_depth, value_panels
@@ -42,7 +42,10 @@ template <class T, class Op> struct Backward {
         lines = round_up(problem.d, Op::ROWS_MULTIPLE);
         key_row = round_up(depth, LANES), value_row = round_up(value_depth, LANES);
         key_panels = round_up(problem.d, PANEL) / PANEL, value_panels = round_up(problem.w, PANEL) / PANEL;
-        blocks = round_up(problem.s, KEYS) / KEYS, chunks = smaller(gradient.chunks, blocks);
+        // The keys of a single head are divided in two if they would be one block, so that two threads can share them.
+        bool is_single = problem.b * problem.g == 1 && problem.s <= KEYS;
+        block_size = is_single ? round_up((problem.s + 1) / 2, LANES) : KEYS;
+        blocks = round_up(problem.s, block_size) / block_size, chunks = smaller(gradient.chunks, blocks);
         unit = PAIRS ? (Real)problem.scale : (Real)1;
     }
 
@@ -112,8 +115,8 @@ template <class T, class Op> struct Backward {
 
     Block block_of(int64_t b, int64_t g, int64_t chunk, int64_t index) const {
         Block block = {};
-        block.b = b, block.g = g, block.chunk = chunk, block.first = index * KEYS;
-        block.count = smaller<int64_t>(KEYS, problem.s - block.first);
+        block.b = b, block.g = g, block.chunk = chunk, block.first = index * block_size;
+        block.count = smaller(block_size, problem.s - block.first);
         int64_t tile = KEYS * QUERIES, small = PAIRS ? tile : 0;
         allocate(scratch, array(block.keys, KEYS * key_row), array(block.key_columns, KEYS * lines),
                  array(block.values, KEYS * value_row), array(block.dk, KEYS * key_panels * PANEL),

@@ -15,7 +15,8 @@ INLINE int64_t queries_per_key(const Problem &problem) { return problem.h / prob
 
 template <class T, class Op> struct FewQueries {
     typedef typename Op::Element Element;
-    static constexpr int AHEAD = 24;  // how many keys ahead memory is prefetched
+    // How many keys ahead memory is prefetched. Beyond the last key, prefetching would be slow: nothing may be there.
+    static constexpr int AHEAD = 24;
 
     const Problem &problem;
     int64_t rows, depth;  // queries of a head of keys; d rounded up for products
@@ -30,9 +31,11 @@ template <class T, class Op> struct FewQueries {
         unit = Op::PAIR == 1 ? (Real)1 : (Real)problem.scale;
     }
 
-    // Operations of the products. For fewer than four queries, reading a key takes longer than these.
+    // Operations of the products, and what takes as long. For fewer than four queries, reading a key takes longer than its
+    // products. A query takes a constant time besides.
     double operations() const {
-        return 2. * problem.b * problem.g * problem.s * (problem.d + problem.w) * larger<int64_t>(rows, 4);
+        double keys = 2. * problem.s * (problem.d + problem.w) * larger<int64_t>(rows, 4);
+        return problem.b * problem.g * (keys + 4e3 * rows);
     }
 
     struct Queries {
@@ -70,7 +73,8 @@ template <class T, class Op> struct FewQueries {
             int64_t columns = smaller<int64_t>(PANEL, count - c);
             for (int64_t j = 0; j < columns; j += LANES) {
                 const T *keys = row_at<T>(problem.k, problem.k_stride, queries.b, queries.g, first + c + j);
-                for (int64_t n = 0; n < LANES; n++) fetch(keys + (AHEAD + n) * problem.k_stride[2], problem.d);
+                int64_t later = smaller<int64_t>(LANES, problem.s - (first + c + j) - AHEAD);  // keys to prefetch
+                for (int64_t n = 0; n < later; n++) fetch(keys + (AHEAD + n) * problem.k_stride[2], problem.d);
                 pack_columns<Op>(queries.panel + j * Op::PAIR, keys, problem.k_stride + 2,
                                  smaller<int64_t>(LANES, columns - j), problem.d);
             }
@@ -92,7 +96,7 @@ template <class T, class Op> struct FewQueries {
                 for (int i = 0; i < ROWS; i++) sum[i][n] = Vector{};
             for (int64_t n = 0; n < some; n++) {
                 const T *key = keys + (j + n) * problem.k_stride[2];
-                if (row == 0) fetch(key + AHEAD * problem.k_stride[2], problem.d);
+                if (row == 0 && first + j + n + AHEAD < problem.s) fetch(key + AHEAD * problem.k_stride[2], problem.d);
                 Vector one[ROWS] = {};
                 if (fits)
                     for (int64_t x = 0; x < units; x += LANES)

@@ -405,6 +405,13 @@ static void multiply(int rows, int64_t columns, const typename Op::Element *a, i
 
 // -- packing ---------------------------------------------------------------------------------------
 
+// Transposes a block whose rows are zeros but for the first.
+INLINE void scatter(Vector *block) {  // [LANES, LANES]
+    Real row[LANES];
+    store(row, block[0]);
+    for (int n = 0; n < LANES; n++) block[n] = Vector{row[n]};
+}
+
 // Packs rows of d numbers as the columns of a panel [depth, PANEL], with zeros up to a whole vector. In float32 they are
 // multiplied by a factor. squares [PANEL]: where the squared norm of each row is written, or null.
 template <class Op, bool SQUARES, class T>
@@ -422,7 +429,8 @@ INLINE void pack_columns(typename Op::Element *to, const T *rows, const int64_t 
             }
             if (Op::PAIR == 1 && factor != (Real)1)
                 for (int n = 0; n < LANES; n++) block[n] *= factor;
-            transpose(block);
+            if (j + 1 == count) scatter(block);  // which takes less time than transposing a single row
+            else transpose(block);
             for (int64_t n = 0; n < smaller<int64_t>(LANES, units - x); n++)
                 store((Real *)to + (x + n) * PANEL + j, block[n]);
         }
