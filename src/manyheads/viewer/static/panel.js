@@ -17,7 +17,7 @@ class SidePanel {
     this.chart.addEventListener("click", (event) => this.chooseKey(event.offsetX));
     this.top = make("ol", { class: "top-keys" });
     this.why = make("div", { class: "why" });
-    this.hint = make("p", { class: "muted" }, HINT);
+    this.hint = make("p", { class: "hint muted" }, HINT);
     this.row = make("section", {}, this.query, this.chart);
     this.parts = make("div", { class: "panel-parts" }, make("section", {}, make("h3", {}, "Largest weights of this query"), this.top), this.why);
     this.element = make("aside", { class: "side-panel" }, this.name, this.hint, this.row, this.parts);
