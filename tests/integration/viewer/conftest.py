@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from manyheads.viewer.api import Api
 from manyheads.viewer.server import Server
 from tests.chromium import CHROMIUM, FLAGS
-from tests.integration.viewer.pages import collect_errors
+from tests.integration.viewer.pages import collect_errors, mark_errors
 from tests.waiting import HANG
 
 
@@ -40,6 +40,7 @@ def page(browser: Browser, served: list[Server]) -> Iterator[Page]:
     context.set_default_timeout(1000 * HANG)
     page = context.new_page()
     wrong = collect_errors(page)
+    mark_errors(page)
     yield page
     context.close()
     assert wrong == []

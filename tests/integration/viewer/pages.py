@@ -48,7 +48,25 @@ def new_page(browser: Browser, **options: Any) -> Page:
     """Return a page in a context of its own, which waits until only a hang takes longer."""
     page = browser.new_page(**options)
     page.set_default_timeout(1000 * HANG)
+    mark_errors(page)
     return page
+
+
+def mark_errors(page: Page) -> None:
+    """Let pages opened from now on have the message of an error of their scripts, for `started`."""
+    page.add_init_script("""
+        const mark = (error) => (document.documentElement.dataset.error ??= error);
+        addEventListener("error", (event) => event instanceof ErrorEvent && mark(event.message));
+        addEventListener("unhandledrejection", (event) => mark(event.reason));
+    """)
+
+
+def started(page: Page) -> None:
+    """Wait until the page has started; fail at once if its script fails."""
+    page.wait_for_selector("nav, [data-error]", state="attached")
+    error = page.locator("html").get_attribute("data-error")
+    if error is not None:
+        pytest.fail(f"The page's script fails: {error}")
 
 
 def collect_errors(page: Page) -> list[str]:
@@ -71,12 +89,13 @@ def opened(page: Page, served: list[Server], *maps: mh.AttentionMap, at: str = "
     """Open maps at a place in the viewer and return its address without the token."""
     served.append(Server(Api(*maps)))
     page.goto(served[-1].url + at)
-    page.wait_for_selector("nav")
+    started(page)
     return served[-1].url.partition("?")[0]
 
 
 def loaded(page: Page) -> None:
     """Wait until every head in view is scanned and drawn, with all that its layout depends on."""
+    started(page)
     wait_until_painted(page)
     panes = page.locator(".pane .note").count()
     expect(page.locator(f".pane .note{LOADED}")).to_have_count(panes)

@@ -47,6 +47,31 @@ def test_the_panel_shows_the_row_of_the_pinned_query(page: Page, served: list[Se
     expect(page.locator(".reading")).to_have_attribute("data-key", "10")
 
 
+def test_without_a_crosshair_the_panel_shows_the_last_query_of_the_text(
+    page: Page, served: list[Server]
+) -> None:
+    text = mh.TokenizedText(("the", " cat", " sat", " on", " ", "[SEP]"), special=(5,))
+    torch.manual_seed(5)
+    q, k = (torch.randn(1, 2, 6, 16) for _ in range(2))
+    amap = mh.attention_with_map(q, k, k)[1].labelled(text)
+    opened(page, served, amap, at="#page=head&head=1")
+    loaded(page)
+    panel = page.locator(".side-panel")
+    expect(panel.locator("h3").first).to_have_text("Query 3 \u2068“on”\u2069 over 6 keys")
+    expect(panel.locator(".hint")).to_contain_text("the last query, and its largest weight")
+    wanted = amap[0, 1, 3].sort(descending=True)
+    shown = [weight(element) for element in panel.locator(".top-keys .value").all()]
+    assert shown == pytest.approx(wanted.values.tolist(), rel=1e-6)
+    expect(panel.locator(".why .pair")).to_contain_text(f"key {int(wanted.indices[0])} ")
+    panel.locator(".top-keys button").nth(1).click()
+    expect(panel.locator(".hint")).to_be_hidden()
+    expect(page.locator(".reading")).to_have_attribute("data-key", str(int(wanted.indices[1])))
+    assert pair(page.locator(".reading")) == (3, int(wanted.indices[1]))
+    expect(panel.locator(".why .pair")).to_contain_text(f"key {int(wanted.indices[1])} ")
+    page.keyboard.press("Escape")
+    expect(panel.locator(".why .pair")).to_contain_text(f"key {int(wanted.indices[0])} ")
+
+
 def test_the_panel_explains_a_weight_step_by_step(page: Page, served: list[Server]) -> None:
     torch.manual_seed(3)
     q, k = torch.randn(1, 2, 9, 16) * 2, torch.randn(1, 1, 9, 16)
@@ -70,7 +95,7 @@ def test_the_panel_explains_a_weight_step_by_step(page: Page, served: list[Serve
     assert names[6].startswith("weight = exp(")
     expect(page.locator(".why")).to_contain_text("the run has no values")
     page.keyboard.press("Escape")
-    expect(page.locator(".side-panel > p")).to_be_visible()
+    expect(page.locator(".side-panel > p")).to_contain_text("This is the last query")
     page.goto("about:blank")
     opened(page, served, amap, at="#page=head&head=1&pin=3,7")
     expect(page.locator(".why dl")).to_contain_text("masked by Causal(): score")

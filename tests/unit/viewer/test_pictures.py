@@ -17,6 +17,7 @@ from PIL import Image
 
 import manyheads as mh
 from manyheads.figures import heatmaps, strips
+from manyheads.observe import Recording
 from manyheads.viewer import assets, pictures
 from manyheads.viewer.api import Api
 from manyheads.viewer.pyramid import Pyramid
@@ -79,6 +80,36 @@ def test_an_svg_has_its_tokens_as_text_and_a_pixel_for_each_cell() -> None:
     assert data is not None
     image = np.asarray(Image.open(io.BytesIO(base64.b64decode(data[1]))).convert("RGBA"))
     assert (image[..., 3] == 0).any()  # masked cells show the hatching
+    api.close()
+
+
+@pytest.mark.parametrize("format", ["svg", "pdf"])
+def test_queries_of_cross_attention_have_the_labels_of_the_decoder(
+    monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    drawn = []
+    render = pictures._render
+
+    def keep_labels(planes: Any, rows: range, cols: range, labels: Any, *rest: Any) -> bytes:
+        drawn.append(tuple(map(list, labels)))
+        return render(planes, rows, cols, labels, *rest)
+
+    monkeypatch.setattr(pictures, "_render", keep_labels)
+    words = ("vier", "hundert", "drei")
+    own = a_map(3).problem
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 7, 8)
+    recording = Recording()
+    recording.add("decoder", mh.AttentionMap.of(own).labelled(words), own.k)
+    cross = mh.attention_with_map(q, k, k)[1].labelled(WORDS)
+    recording.add("cross", cross, k)
+    api = Api(recording)
+    assert json.loads(api.request("tokens/0/1/0").result())["queries"] == list(words)
+    answer = api.request(f"figure/0/1/0/1/3/0/7/max/sqrt/{format}/0").result()
+    api.request("comparison/0,1,0,0/0,1,1,0/0/3/0/7/max/sqrt/svg").result()
+    assert drawn == [(list(words[1:]), list(WORDS)), (list(words), list(WORDS))]
+    assert isinstance(answer, bytes)
+    if format == "svg":
+        assert b">hundert" in answer
     api.close()
 
 

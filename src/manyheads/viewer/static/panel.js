@@ -5,10 +5,10 @@ const PAUSE = 60; // milliseconds that the crosshair must rest before data are r
 const CONTEXT = 6, LETTERS = 20; // tokens and characters before a key that are shown with it
 const CHART = 96; // pixels: the height of the chart of a row
 const AXIS = { left: 44, right: 12, above: 8, below: 20 }; // pixels around the chart
-const HINT = "Point at a weight, or pin it by a click or tap: its query's weights over all keys appear here, and how the weight is computed.";
+const HINT = "This is the last query, and its largest weight. Point at another weight to see it here, or pin it by a click or tap.";
 
 class SidePanel {
-  // side: the element that has the panels.
+  // side: the element that has the panels. isLast: whether the last query is shown, because there is no crosshair.
   constructor(app, page, side) {
     Object.assign(this, { app, page, pane: null, profile: null, steps: null });
     this.name = make("h2", { class: "panel-name", hidden: true });
@@ -17,7 +17,7 @@ class SidePanel {
     this.chart.addEventListener("click", (event) => this.chooseKey(event.offsetX));
     this.top = make("ol", { class: "top-keys" });
     this.why = make("div", { class: "why" });
-    this.hint = make("p", { class: "muted" }, HINT);
+    this.hint = make("p", { class: "hint muted" }, HINT);
     this.row = make("section", {}, this.query, this.chart);
     this.parts = make("div", { class: "panel-parts" }, make("section", {}, make("h3", {}, "Largest weights of this query"), this.top), this.why);
     this.element = make("aside", { class: "side-panel" }, this.name, this.hint, this.row, this.parts);
@@ -45,43 +45,70 @@ class SidePanel {
 
   forget() {
     this.close();
-    Object.assign(this, { profile: null, steps: null, rowAddress: null, pairAddress: null });
+    Object.assign(this, { profile: null, steps: null, rowAddress: null, pairAddress: null, isLast: false });
   }
 
-  // The crosshair moved: request the row and the weight when it rests.
+  // The crosshair moved: request the row and the weight when it rests. Without a crosshair, they are those of the last query.
   update() {
     if (!this.pane?.tiles) return;
-    const { pane: { cell }, place } = this, shown = this.app.layer(place), hasWeight = cell !== null && !shown.finest;
-    this.hint.textContent = shown.finest ? pooledFile(shown) : HINT;
-    this.hint.hidden = hasWeight;
-    this.row.hidden = this.parts.hidden = !hasWeight;
-    if (!hasWeight) return this.forget();
-    const { run, layer, head, batch } = place, [i, j] = cell;
-    const rowAddress = `profile/${run}/${layer}/${head}/${i}/${batch}`, pairAddress = `explain/${run}/${layer}/${head}/${i}/${j}/${batch}`;
+    const { pane: { cell }, place } = this, shown = this.app.layer(place), hasWeights = !shown.finest;
+    this.hint.textContent = hasWeights ? HINT : pooledFile(shown);
+    this.hint.hidden = hasWeights && cell !== null;
+    this.row.hidden = this.parts.hidden = !hasWeights || (cell === null && !this.isLast);
+    if (!hasWeights) return this.forget();
+    const { run, layer, head, batch } = place, isLast = cell === null;
+    const addressOf = (kind, indices) => `${kind}/${run}/${layer}/${head}/${indices}/${batch}`;
+    const pairAddress = isLast ? "last" : addressOf("explain", cell.join("/"));
     if (pairAddress === this.pairAddress) return;
-    const isNewRow = rowAddress !== this.rowAddress;
-    Object.assign(this, { rowAddress, pairAddress, shown: cell });
+    const rowAddress = isLast ? null : addressOf("profile", cell[0]), isNewRow = isLast || rowAddress !== this.rowAddress;
+    Object.assign(this, { rowAddress, pairAddress, isLast: false, shown: cell });
     if (isNewRow) this.profile = null;
     this.close();
     this.control = new AbortController();
-    const { signal } = this.control;
-    this.timer = setTimeout(() => this.load(isNewRow || !this.profile, signal), PAUSE);
+    const { signal } = this.control, load = isLast ? () => this.loadLast(addressOf, signal) : () => this.load(isNewRow || !this.profile, signal);
+    this.timer = setTimeout(() => this.report(load(), signal), PAUSE);
+    this.row.hidden = this.parts.hidden = isLast;
     this.draw();
   }
 
+  // Whether the run has the queries and keys that weights are computed from.
+  get canExplain() {
+    return !(this.app.client instanceof PageClient);
+  }
+
   async load(isNewRow, signal) {
-    const { client } = this.app, { rowAddress, pairAddress } = this, canExplain = !(client instanceof PageClient);
+    const { client } = this.app, { rowAddress, pairAddress } = this;
+    const [profile, steps] = await Promise.all([
+      isNewRow ? json(client, rowAddress, signal) : this.profile,
+      this.canExplain ? json(client, pairAddress, signal) : null,
+      this.app.tokens(this.pane.place), // the pane has them too by now, so that keys and queries are named
+    ]);
+    if (!signal.aborted) this.write(profile, steps);
+  }
+
+  // Show the last query, and its largest weight.
+  async loadLast(addressOf, signal) {
+    const { client } = this.app, tokens = await this.app.tokens(this.pane.place), i = tokens.lastQuery(this.pane.geometry.t);
+    const profile = await json(client, addressOf("profile", i), signal), [[j] = []] = profile.top;
+    if (j === undefined) return; // all of its weights are 0
+    const steps = this.canExplain ? await json(client, addressOf("explain", `${i}/${j}`), signal) : null;
+    if (signal.aborted) return;
+    Object.assign(this, { isLast: true, shown: [i, j] });
+    this.row.hidden = this.parts.hidden = false;
+    this.write(profile, steps);
+  }
+
+  write(profile, steps) {
+    Object.assign(this, { profile, steps });
+    this.writeTop();
+    this.writeWhy();
+    this.draw();
+  }
+
+  // Show the error if a request fails.
+  async report(loading, signal) {
     try {
-      const [profile, steps] = await Promise.all([
-        isNewRow ? json(client, rowAddress, signal) : this.profile,
-        canExplain ? json(client, pairAddress, signal) : null,
-        this.app.tokens(this.pane.place), // the pane has them too by now, so that keys and queries are named
-      ]);
-      if (signal.aborted) return;
-      Object.assign(this, { profile, steps });
-      this.writeTop();
-      this.writeWhy(canExplain);
-      this.draw();
+      await loading;
     } catch (error) {
       if (error.name === "AbortError" || signal.aborted) return;
       this.why.replaceChildren(make("p", { class: "muted" }, error.message));
@@ -190,9 +217,9 @@ class SidePanel {
 
   // -- why this weight ----------------------------------------------------------------------------
 
-  writeWhy(canExplain) {
+  writeWhy() {
     const title = make("h3", {}, "Why this weight");
-    if (!canExplain) {
+    if (!this.canExplain) {
       this.why.replaceChildren(title, make("p", { class: "muted" },
         "An exported page has weights, but not the queries and keys that they are computed from. Open the run with manyheads view to see them."));
       return;

@@ -38,13 +38,10 @@ class TextPage {
     await this.select(wanted ?? (isOn ? this.shown : this.first));
   }
 
-  // The token to show if none is selected: the last query that isn't blank or special, which attends to the text before it, or to
-  // all of it. The first token of a causal model attends to itself only.
+  // The token to show if none is selected. The first token of a causal model attends to itself only.
   lastToShow() {
-    const { tokens, layer: { shape: [, , t, s] } } = this, end = tokens.first === null ? s : Math.min(s, tokens.first + t);
-    const isText = (n) => !tokens.special.has(n) && /\S/.test(tokens.pieces?.[n] ?? this.names[n]);
-    for (let n = end - 1; n > 0; n--) if (isText(n)) return Math.min(end, tokens.unit(n)[1]) - 1; // the last token of a character
-    return Math.max(0, end - 1);
+    const { tokens, layer: { shape: [, , t, s] } } = this;
+    return tokens.lastOfText(tokens.first === null ? s : Math.min(s, tokens.first + t));
   }
 
   // The first token of the page: that of the page before, unless a token is selected since then that isn't on it. Then the page has

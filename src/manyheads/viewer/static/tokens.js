@@ -76,6 +76,18 @@ class Tokens {
     return [start, stop];
   }
 
+  // The last token before `end` that isn't blank or special, which attends to the text before it, or to all of it.
+  lastOfText(end) {
+    const isText = (n) => !this.special.has(n) && /\S/.test(this.pieces?.[n] ?? this.keys?.[n] ?? "unknown");
+    for (let n = end - 1; n > 0; n--) if (isText(n)) return Math.min(end, this.unit(n)[1]) - 1; // the last token of a character
+    return Math.max(0, end - 1);
+  }
+
+  // The last of `t` queries that isn't blank or special.
+  lastQuery(t) {
+    return this.ofQueries.lastOfText(this.queryOffset + t) - this.queryOffset;
+  }
+
   // The text of some tokens.
   text(start, stop) {
     return this.pieces.slice(start, stop).join("");
