@@ -33,6 +33,7 @@ def run(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
 # -- pages -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("words", [["--version"], [], *PAGES], ids=" ".join)
 def test_help_is_printed_without_slow_imports(words: list[str]) -> None:
     """With them, it would take seconds."""
@@ -75,6 +76,7 @@ def test_the_program_alone_prints_its_help() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, run("--help").stdout, "")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_has_a_sentence_that_is_printed_whole(name: str) -> None:
     printed = "".join(run(name, "-h").stdout.split())

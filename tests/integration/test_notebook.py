@@ -171,6 +171,7 @@ def test_a_terminal_is_not_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not module.in_notebook()
 
 
+@pytest.mark.full
 def test_ipython_without_a_kernel_is_not_a_notebook() -> None:
     code = (
         "from IPython.core.interactiveshell import InteractiveShell; InteractiveShell.instance(); "

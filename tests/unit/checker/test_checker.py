@@ -191,6 +191,7 @@ def test_weights_without_a_known_name_need_an_option() -> None:
         checker.check(Plain, weights={**WEIGHTS, "q": "epsilon"})
 
 
+@pytest.mark.full
 def test_a_swap_of_queries_and_keys_does_not_pass() -> None:
     swapped = {**WEIGHTS, "q": "beta", "k": "alpha"}
     assert "q-k-swapped" in bugs(checker.check(Plain, weights=swapped))

@@ -145,7 +145,7 @@ def test_parts_are_recognized(name: str) -> None:
     assert all(part in notes for part in RIGHT[name]), notes
 
 
-@pytest.mark.every(8)
+@pytest.mark.every(12)
 @pytest.mark.parametrize(("name", "edits", "bugs"), [by_tier(*each) for each in WRONG])
 def test_a_wrong_twin_is_named(name: str, edits: dict[str, str], bugs: set[str], tmp_path: Path) -> None:
     report = checker.check(build(tmp_path, name, edits))
@@ -157,7 +157,7 @@ def test_a_wrong_twin_is_named(name: str, edits: dict[str, str], bugs: set[str],
         assert not any(found.bug for found in report.diagnosis), report
 
 
-@pytest.mark.every(2)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["Conv", "Talking"])
 def test_something_else_is_not_judged(name: str) -> None:
     report = checker.check(getattr(modern, name))
@@ -201,6 +201,7 @@ def test_names_change_no_verdict(name: str, tmp_path: Path) -> None:
 # -- named per scenario ----------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_bug_is_named_in_the_scenario_that_has_it(tmp_path: Path) -> None:
     text = """
 class Masked(nn.Module):

@@ -1008,6 +1008,7 @@ def test_with_strides_keeps_values_and_strides() -> None:
         assert copied.data_ptr() != given.data_ptr()
 
 
+@pytest.mark.full
 @own_process
 def test_checks_work_beside_many_open_files(folder: Path) -> None:
     resource = pytest.importorskip("resource")

@@ -102,6 +102,7 @@ def test_what_an_empty_row_gives_is_a_convention(steps: dict[str, Any], name: st
         assert f"empty-rows {name}: " in " ".join(printed(found).split())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("weights", [spread, spread_nan])
 def test_an_empty_row_that_changes_others_fails(weights: Any) -> None:
     found = checker.check(layer(weights=weights))
@@ -227,6 +228,7 @@ def test_other_orders_of_the_same_steps_pass_in_half_precision(weights: Any) -> 
     assert {"float16", "bfloat16"} <= set(by_status(found, "passed")), found
 
 
+@pytest.mark.full
 def test_a_layer_that_does_not_run_in_half_precision() -> None:
     changed = layer(weights=lambda self, scores: scores.float().softmax(-1))
     found = checker.check(changed)

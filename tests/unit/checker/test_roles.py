@@ -95,7 +95,7 @@ def test_the_table_says_what_was_understood_and_why() -> None:
     }
 
 
-@pytest.mark.every(2)
+@pytest.mark.full
 @pytest.mark.parametrize("argument", ["mask", "pad_mask"])
 def test_each_mask_is_used_by_itself(argument: str) -> None:
     class Inverted(TwoMasks):
@@ -156,7 +156,7 @@ class Switched(Base):
 BOTH = "mask: [b, 1, t, s] boolean, True keeps or [b, 1, 1, s] boolean, True keeps"
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize(
     ("layer", "expected"),
     [
@@ -180,6 +180,7 @@ def test_roles_are_found(layer: Any, expected: dict[str, str]) -> None:
     assert roles(found).items() >= expected.items()
 
 
+@pytest.mark.full
 def test_an_additive_mask_stays_additive_whatever_the_kind() -> None:
     class Layer(Added):
         def forward(
@@ -210,6 +211,7 @@ class Hidden(Base):
         return self.attend(a, a, None if b is None else ~b)
 
 
+@pytest.mark.full
 def test_what_is_unclear_is_asked_for_and_the_answer_works() -> None:
     with pytest.raises(checker.Unclear, match=r"Three needs a, b, c.*--arg a=ROLE --arg b=ROLE --arg c=ROLE"):
         checker.check(Three)
@@ -404,6 +406,7 @@ b = "drop"
 """
 
 
+@pytest.mark.full
 def test_a_file_sets_the_options(tmp_path: Path) -> None:
     file = tmp_path / "check.toml"
     file.write_text(SETUP)

@@ -191,7 +191,7 @@ def test_a_trained_module_is_as_it_was() -> None:
     assert process_state() == state
 
 
-@pytest.mark.every(2)
+@pytest.mark.full
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_check_inside_a_mode_of_the_caller(mode: Callable[[], Any]) -> None:
     module = prepared()
@@ -203,6 +203,7 @@ def test_a_check_inside_a_mode_of_the_caller(mode: Callable[[], Any]) -> None:
     assert dict(everything(module)) == parts
 
 
+@pytest.mark.full
 def test_training_goes_on_as_without_a_check() -> None:
     after = []
     for check in (False, True):
@@ -225,7 +226,7 @@ class Stop(Exception):
 CALLS: list[None] = []  # a global, because a check restores what the module counts
 
 
-@pytest.mark.every(7)
+@pytest.mark.every(10)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit, Stop, SystemExit, MemoryError])
 @pytest.mark.parametrize("call", [1, 2, 10, 40])
 def test_a_check_that_is_interrupted_restores_too(error: type[BaseException], call: int) -> None:
@@ -348,6 +349,7 @@ def test_objects_and_functions_with_state() -> None:
     assert repr(state()) == before
 
 
+@pytest.mark.full
 def test_a_function_around_a_module() -> None:
     module = prepared()
     parts = dict(everything(module))

@@ -110,7 +110,7 @@ def test_random_numbers_of_a_call_are_no_change() -> None:
 
 
 @pytest.mark.usefixtures("undiagnosed")
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("step", "name"),
     [
@@ -129,6 +129,7 @@ def test_arguments_and_parameters_that_a_call_changes(step: dict[str, Any], name
     assert name in found.reason
 
 
+@pytest.mark.full
 def test_an_output_that_is_written_into_the_input() -> None:
     class Into(Attention):
         __doc__ = Attention.__doc__
@@ -248,7 +249,7 @@ class StaysOn(Attention):
         return F.dropout(scores.softmax(-1), 0.1, self.was_on)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
@@ -293,7 +294,7 @@ def test_misplaced_dropout_is_named(weigh: Any, bug: str, last: bool) -> None:
     assert [diagnosis.bug for diagnosis in report.diagnosis] == [bug]
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "steps",
     [

@@ -402,6 +402,7 @@ class ShortTable(Rotary):
         return self.rotated(x, angles.cos(), angles.sin())
 
 
+@pytest.mark.full
 def test_positions_that_a_layer_refuses_are_no_failure() -> None:
     report = checker.check(RefusesPositions, "self")
     assert report.passed, report
@@ -552,7 +553,7 @@ class Detached(Layer):
         return self.attend(x, x).detach()
 
 
-@pytest.mark.every(2)
+@pytest.mark.full
 @pytest.mark.parametrize("layer", [NoGrad, ForInference])
 def test_code_for_inference_needs_no_gradients(layer: Any) -> None:
     report = checker.check(layer, "self")
@@ -613,6 +614,7 @@ class LongTextKept(LongText):
         return self.merge((self.scores(x, x) * self.factor).softmax(-1), x)
 
 
+@pytest.mark.full
 def test_state_of_a_call_of_too_many_tokens_fails() -> None:
     report = checker.check(LongText, "self")
     assert report.passed, report
@@ -885,6 +887,7 @@ class Unlike(Layer):
         return self.merge((self.scores(x, x) * 6**0.5).softmax(-1), x)
 
 
+@pytest.mark.full
 def test_a_documented_mechanism_other_than_softmax_attention_is_not_judged() -> None:
     report = checker.check(LinearAttention, "self")
     assert report.verdict == "not judged", report
@@ -964,6 +967,7 @@ def test_a_mask_that_is_documented_for_self_attention_is_not_judged_with_a_conte
     assert "mask isn't used with context, as documented" in report.notes
 
 
+@pytest.mark.full
 def test_a_mask_that_only_code_leaves_out_with_a_context_is_asked_for() -> None:
     report = checker.check(MaskOfSelfInCode)
     assert report.verdict == "not judged", report
@@ -1069,6 +1073,7 @@ class WindowOfCaller(Layer):
         return self.attend(x, x, None if mask is None else mask[:, None])
 
 
+@pytest.mark.full
 def test_a_window_without_an_effect_is_asked_for() -> None:
     report = checker.check(WindowOfCaller)
     assert report.verdict == "not judged", report

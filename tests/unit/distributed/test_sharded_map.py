@@ -115,6 +115,7 @@ def test_any_mask_at_any_positions(tmp_path: Path) -> None:
     on_ranks(2, tmp_path, check_properties)
 
 
+@pytest.mark.full
 def test_two_ranks(tmp_path: Path) -> None:
     check(tmp_path, [(2, "balanced", CASES[0]), (2, "scattered", CASES[1])], 2)
 

@@ -272,6 +272,7 @@ def test_a_width_that_this_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> N
     assert missing.startswith("MANYHEADS_WIDTH=amx is set, but ")
 
 
+@pytest.mark.full
 def test_an_unknown_width_is_a_reason_of_explain() -> None:
     code = "import torch, manyheads; q = torch.randn(1, 1, 2, 4); manyheads.explain(q, q, q)"
     printed = python(code, MANYHEADS_WIDTH="avx1024")
