@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,9 +24,6 @@ from manyheads.shapes import kind, whole
 from manyheads.statistics import Bins, edges
 from manyheads.tokens import TokenizedText
 from manyheads.warping import median, warp
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 TILE = 2**17  # the most weights that are filtered at once, so that they fit a processor's cache
 KEPT = 2**23  # the most weights that are kept between two passes; more are computed again
@@ -59,7 +56,7 @@ class Word(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Alignment:
-    """Which keys each token of a sequence is aligned with.
+    """Which keys each token of a sequence is aligned with; `figures.alignment` draws it.
 
     Attributes:
         path: The pairs (query, key) of the path, integers `[n, 2]`: rows and columns of the map.
@@ -165,22 +162,6 @@ class Alignment:
         """The labels of the aligned keys, or None."""
         labels = sequence_labels(self.maps[0].tokens)
         return None if labels is None else _take(labels, self.keys)
-
-    def plot(self, **options: Any) -> Figure:
-        """Draw the path of the tokens over the mean weights of the heads.
-
-        Args:
-            **options: The options of `figures.alignment`: keys, mark and title.
-
-        Returns:
-            The figure.
-
-        Raises:
-            ValueError: If there aren't as many labels as keys, or mark is another word.
-        """
-        from manyheads import figures  # this imports matplotlib
-
-        return figures.alignment(self, **options)
 
     def __repr__(self) -> str:
         unit = "" if self.seconds is None else f", {self.seconds:g} s each"

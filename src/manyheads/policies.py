@@ -267,11 +267,14 @@ def measure(
 
     Raises:
         TypeError: If an argument has the wrong type, or the policy returns something else than integers.
-        ValueError: If sizes don't fit each other, or the policy chooses invalid keys.
+        ValueError: If sizes don't fit each other, a number isn't finite, or the policy chooses invalid keys.
     """
     shape = shape_of(q, k, v)
     if shape.t != shape.s:
         raise ValueError(f"Expected a key for each query, got q {sizes(q)} and k {sizes(k)}.")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not x.isfinite().all():
+            raise ValueError(f"Expected {name} to be finite, got NaN or infinity: costs would be NaN.")
     steps = _steps(shape.t, prompt, every)
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sink": sink}
     cache = Cache(mask=mask, votes=_votes_of(policy, votes))
@@ -339,13 +342,19 @@ def measure_model(
         The cost of each token after the prompt.
 
     Raises:
-        TypeError: If ids isn't a tensor, or the policy returns something else than integers.
+        TypeError: If ids isn't a tensor, the model has no `attend`, or the policy returns something else than
+            integers.
         ValueError: If sizes don't fit each other, or the policy chooses invalid keys.
     """
     if not isinstance(ids, Tensor):
         raise TypeError(f"Expected ids to be integers [b, t], got {kind(ids)}.")
     if ids.dim() != 2:
         raise ValueError(f"Expected ids to be integers [b, t], got {sizes(ids)}.")
+    if not callable(getattr(model, "attend", None)):
+        raise TypeError(
+            f"Expected a manyheads.lm.LanguageModel, or another model with attend(ids), got {kind(model)}. "
+            "For other models, measure the queries, keys and values of a layer with policies.measure."
+        )
     steps = _steps(ids.shape[1], prompt, every)
     with torch.no_grad():
         expected, maps = model.attend(ids)  # [b, t, vocabulary]

@@ -80,12 +80,6 @@ def test_long_sequences_are_pooled() -> None:
     assert "in each cell" in figure.axes[1].get_ylabel().replace("\n", " ")
 
 
-def test_the_method_draws_the_figure() -> None:
-    axes = drawn(aligned().plot(title="Words", mark=None))
-    assert axes.get_title(loc="left") + axes.get_title() == "Words"
-    assert not axes.get_lines()
-
-
 def test_wrong_arguments() -> None:
     with pytest.raises(TypeError, match="Expected the Alignment of"):
         figures.alignment(torch.zeros(3, 4))  # type: ignore[arg-type]

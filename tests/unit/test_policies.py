@@ -90,6 +90,19 @@ def test_votes_of_nan_raise() -> None:
         assert cache.keep(Recency(4))[0, 0].tolist() == [4, 5, 6, 7]
 
 
+def test_what_cannot_be_measured_raises() -> None:
+    x = torch.randn(1, 2, 6, 8)
+    nan = x.clone()
+    nan[0, 0, 3] = torch.nan
+    for n, name in enumerate("qkv"):
+        with raises(ValueError, match=f"Expected {name} to be finite"):
+            policies.measure(Recency(3), *[nan if n == m else x for m in range(3)], prompt=4)
+    with raises(TypeError, match=r"attend\(ids\), got a Linear.*policies.measure"):
+        policies.measure_model(
+            Recency(3), torch.nn.Linear(2, 2), torch.ones(1, 6, dtype=torch.long), prompt=4
+        )
+
+
 def test_invalid_policies_raise() -> None:
     cache, _ = filled(votes=4)
     for ask, kind, words in [

@@ -342,25 +342,26 @@ def _check_dynamic(program: Any, dynamic_shapes: Any) -> None:
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """Raise an error of this library as it is, instead of PyTorch's error that was caused by it."""
+    """Raise an error of this library as it is, and PyTorch's errors as one sentence."""
     try:
         yield
     except torch.onnx.OnnxExporterError as error:
-        from torch._dynamo.exc import UserError  # importing it takes long
-
-        raised: BaseException | None = error
-        while raised is not None:
-            frames = [frame for frame, _ in walk_tb(raised.__traceback__)]
-            if isinstance(raised, TypeError | ValueError) and _is_ours(frames[-1].f_globals["__name__"]):
-                raise raised from None
-            if isinstance(raised, UserError):  # such as sizes that can't differ as dynamic_shapes says
-                reason = " ".join(str(raised).partition("\n\n")[0].split()).rstrip(".")
-                raise ValueError(
-                    f"Expected a model and dynamic_shapes that torch.export supports, got its error: "
-                    f"{reason}."
-                ) from error
-            raised = raised.__cause__
-        raise
+        cause: BaseException = error
+        while True:
+            frames = [frame for frame, _ in walk_tb(cause.__traceback__)]
+            if isinstance(cause, TypeError | ValueError) and _is_ours(frames[-1].f_globals["__name__"]):
+                raise cause from None
+            if cause.__cause__ is None:
+                break
+            cause = cause.__cause__
+        reason = str(cause).strip().partition("\n")[0].strip().rstrip(".")
+        hint = ""
+        if "Cache" in reason:  # of a model of transformers
+            hint = ' Export it without its cache: kwargs={"use_cache": False}.'
+        raise ValueError(
+            f"Expected a model and dynamic_shapes that PyTorch's exporter supports, got its error: "
+            f"{reason}.{hint}"
+        ) from error
 
 
 def _is_ours(module: str) -> bool:

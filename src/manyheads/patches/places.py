@@ -179,7 +179,8 @@ def select(located: Located, batch: int, picture: int) -> Patches:
     """Return the patches of a picture; raise IndexError if there is none of this number."""
     if not located:
         raise IndexError("There is no picture: the batch has no sequences. Run the model on a picture.")
-    if len(located) > 1 and not -len(located) <= whole(batch, "batch", least=-(1 << 60)) < len(located):
+    whole(batch, "batch", least=-(1 << 60))
+    if len(located) > 1 and not -len(located) <= batch < len(located):
         raise IndexError(
             f"There is no batch entry {batch}: the model read {len(located)} sequences. Use 0 to "
             f"{len(located) - 1}."
