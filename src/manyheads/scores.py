@@ -61,8 +61,21 @@ def operands(
     q, k = problem.q[:, :, rows][batch][:, heads], problem.k[:, :, cols][batch]
     if heads is not ALL:
         h, g = problem.shape.h, problem.shape.g
-        k = k[:, torch.arange(h, device=k.device)[heads] // max(h // max(g, 1), 1)]  # [b, h, c, d]
+        size = max(h // max(g, 1), 1)  # query heads of a key head
+        head = _single(heads)
+        if head is None:
+            k = k[:, torch.arange(h, device=k.device)[heads] // size]  # [b, h, c, d]
+        else:  # a view: the keys of a long text aren't copied
+            k = k[:, head // size : head // size + 1]  # [b, 1, c, d]
     return q, k
+
+
+def _single(heads: Rows) -> int | None:
+    """Return the head that a slice like `3:4` selects; None for other indices."""
+    if isinstance(heads, slice) and isinstance(heads.start, int) and isinstance(heads.stop, int):
+        is_single = heads.step in (None, 1) and heads.start >= 0 and heads.stop == heads.start + 1
+        return heads.start if is_single else None
+    return None
 
 
 def products(problem: Problem, *index: Rows) -> Tensor:

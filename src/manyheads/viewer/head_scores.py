@@ -17,7 +17,7 @@ from manyheads.problem import Problem
 
 EXACT_WEIGHTS = 2**27  # head scores of a layer with more weights are estimated from some queries
 SAMPLES = 128  # the number of these queries
-STEP_WEIGHTS = 2**17  # the number of weights that a step computes, each with several factors
+STEP_WEIGHTS = 2**18  # the number of weights that a step computes, each with several factors
 Columns = dict[str, Tensor]
 
 
