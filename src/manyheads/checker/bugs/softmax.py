@@ -137,7 +137,7 @@ BUGS = [
         override(mix=lambda o, weights: mix_by_entry(o, o.scale())), override(mix=lambda o, weights: mix_by_entry(o, 1.0))),
     Bug("chunks-not-rescaled", "that adds up chunks of keys without rescaling its sums of values when a later chunk raises the maximum",
         "out = out * (before - highest).exp() + weights @ values, as the sum of the weights is rescaled",
-        *(override(mix=partial(mix_chunks, size=2**n)) for n in range(1, 7))),
+        *(override(mix=lambda o, weights, n=n: mix_chunks(o, weights, 2**n)) for n in range(1, 7))),
     Bug("weights-transposed", "whose weights are transposed before they mix the values", MIX, override(mix=lambda o, weights: weights.mT @ o.v)),
     Bug("keys-as-values", "that mixes keys rather than values", MIX, override(mix=lambda o, weights: weights @ o.k)),
     Bug("queries-as-values", "that mixes queries rather than values", MIX, override(mix=lambda o, weights: weights @ o.q)),
