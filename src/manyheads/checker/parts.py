@@ -68,6 +68,7 @@ class Norm(Part):
         plus_one: Whether the factor is 1 + scale.
         axis: The axis or axes that are normalized.
         groups: The number of groups of columns.
+        is_repeated: Whether each step normalizes all cached keys again, which is a bug.
     """
 
     kind: str
@@ -79,6 +80,7 @@ class Norm(Part):
     plus_one: bool = False
     axis: int | tuple[int, ...] = -1
     groups: int = 1
+    is_repeated: bool = False
 
     BY_ROLE: ClassVar[dict[str, str]] = {"heads": "encode_heads", "width": "project", "input": "source"}
     LATER: ClassVar[dict[str, str]] = {"mixed": "mix", "merged": "gate", "output": "finish"}
@@ -89,9 +91,17 @@ class Norm(Part):
             return {self.LATER[self.place]: lambda o, step, x: self.normalize(o, step(x))}
         return {
             self.BY_ROLE[self.place]: lambda o, step, role, *x: (
-                self.normalize(o, step(role, *x)) if role in self.roles else step(role, *x)
+                self.normalize_role(o, role, step(role, *x)) if role in self.roles else step(role, *x)
             )
         }
+
+    def normalize_role(self, oracle: Attention, role: str, x: Tensor) -> Tensor:
+        """Return the normalized vectors of q, k or v."""
+        x, steps = self.normalize(oracle, x), oracle.x.steps
+        for n in range(len(steps) - 1, 0, -1) if self.is_repeated and role == "k" else ():
+            is_cached = (torch.arange(x.shape[-2]) < sum(steps[:n]))[:, None]
+            x = torch.where(is_cached, self.normalize(oracle, x), x)
+        return x
 
     def normalize(self, oracle: Attention, x: Tensor) -> Tensor:
         """Return the normalized vectors."""
@@ -303,8 +313,8 @@ class TableBias(Bias):
         is_bidirectional: Whether future keys have buckets of their own.
         sign: 1 for distances j − i, −1 for i − j.
         is_scaled: Whether the bias is added before the scores are scaled.
-        width: The number of columns of a window.
-        stride: The factor of the distance of rows, by default 2 · width − 1.
+        window: The numbers of tokens of a window by axis, such as those of rows and columns.
+        strides: The factor of the distance on each axis, by default those of a table of all distances.
     """
 
     path: str
@@ -313,8 +323,13 @@ class TableBias(Bias):
     is_bidirectional: bool = False
     sign: int = 1
     is_scaled: bool = False
-    width: int = 0
-    stride: int = 0
+    window: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+
+    @property
+    def natural_strides(self) -> list[int]:
+        """The factors of the distances with which each distance has an entry of its own."""
+        return [math.prod(2 * n - 1 for n in self.window[axis + 1 :]) for axis in range(len(self.window))]
 
     def compute(self, oracle: Attention) -> Tensor:
         """Return the bias, `[h, t, s]`."""
@@ -325,9 +340,10 @@ class TableBias(Bias):
             return table[:, i.clamp_max(table.shape[-2] - 1), j.clamp_max(table.shape[-1] - 1)]
         table = table if table.shape[-1] == h else table.mT
         if self.kind == "window":
-            rows, columns = i // self.width - j // self.width, i % self.width - j % self.width
-            height = oracle.x.s // self.width
-            index = (rows + height - 1) * (self.stride or 2 * self.width - 1) + columns + self.width - 1
+            index = torch.zeros_like(i - j)
+            for axis, stride in enumerate(self.strides or self.natural_strides):
+                n, inner = self.window[axis], math.prod(self.window[axis + 1 :])
+                index = index + (i // inner % n - j // inner % n + n - 1) * stride
             return table[index].movedim(-1, 0)
         distances = self.sign * (j - i)
         n = table.shape[0]
@@ -343,7 +359,8 @@ class TableBias(Bias):
             buckets = f"T5's buckets of {direction}, distances up to {self.max_distance}"
             return f"relative bias `{self.path}` by {buckets}"
         if self.kind == "window":
-            return f"learned bias `{self.path}` by distances of rows and columns, {self.width} columns"
+            window = " × ".join(map(str, self.window))
+            return f"learned bias `{self.path}` by distances in a window of {window} tokens"
         return f"learned bias `{self.path}` by {self.kind}"
 
 

@@ -19,6 +19,10 @@ BUGS: dict[str, Bug] = {bug.name: bug for bug in (
         "rotate queries and keys by the positions of their tokens, on the axis of tokens: [b, h, t, d] or [b, t, h, d]"),
     Bug("input-changed", "that changes one of its arguments in place, so that the caller's next call with it is another",
         "compute a new tensor: x = x * 2 rather than x *= 2, masked_fill rather than masked_fill_ or x[...] = y"),
+    Bug("mask-kept", "that uses the mask of an earlier call again",
+        "compute the mask in each call: its shape doesn't tell what it masks"),
+    Bug("rotary-rounded", "whose rotary positions or angles are computed in half precision, which doesn't have all positions of a long sequence",
+        "compute positions, angles, cosines and sines in float32, and convert the result"),
     Bug("context-kept", "that reuses the keys and values of an earlier call's context",
         "compute keys and values in each call, or keep them only where the caller asks for it and empties them"),
 )}

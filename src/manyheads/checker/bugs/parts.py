@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
 from typing import Any, cast
 
 import torch
@@ -178,14 +179,20 @@ def first_not_causal(part: Window) -> list[Replacement]:
 
 
 def cap_elsewhere(part: Softcap) -> list[Replacement]:
-    """Return a cap after the mask, after the softmax, or before the scale."""
+    """Return a cap after the mask, after the softmax, or before the scale.
+
+    A capped mask hides no key, so that a causal one isn't noticed.
+    """
 
     def cap(oracle: Attention, x: Tensor) -> Tensor:
         return part.cap * (x / part.cap).tanh()
 
     after_mask = transform(mask_scores=cap), override(transform(mask_scores=cap), mask_weights=lambda o, x: x)
     before_scale = transform(dot_product=cap)
-    return wrong(*after_mask, transform(mask_weights=cap), before_scale)
+    causal = (
+        override(each, causal_mask=lambda o: o.is_past(*o.positions())[None, None]) for each in after_mask
+    )
+    return wrong(*after_mask, *causal, transform(mask_weights=cap), before_scale)
 
 
 def cap_without_product(part: Softcap) -> list[Replacement]:
@@ -208,14 +215,24 @@ def changed_bias(part: Bias, *changes: Callable[[Attention, Tensor], Tensor]) ->
 
 
 def window_index(part: TableBias) -> list[Replacement]:
-    """Return the bias of a window with other factors of the distance of rows."""
-    factors = (part.width, 2 * part.width, 2 * part.width + 1, *range(1, 2 * part.width - 1, 2))
-    return [(replace(part, stride=stride),) for stride in factors] if part.kind == "window" else []
+    """Return the bias of a window with other factors of the distances on its axes."""
+    if part.kind != "window":
+        return []
+    natural = part.natural_strides
+    usual = {a * n + b for n in part.window for a in (1, 2, 3) for b in (-1, 0, 1)}
+    usual |= {*range(1, 2 * part.window[-1] + 2)} if len(part.window) == 2 else {*natural}
+    tried = product(sorted(n for n in usual if n > 0), repeat=max(len(natural) - 1, 0))
+    return [(replace(part, strides=(*each, 1)),) for each in tried if [*each, 1] != natural]
 
 
 def bias_without_heads(part: Bias) -> list[Replacement]:
     """Return the bias of the first head for all heads, or with the heads in reverse."""
     return changed_bias(part, lambda o, bias: bias[:1], lambda o, bias: bias.flip(0))
+
+
+def reshaped_bias(part: Bias) -> list[Replacement]:
+    """Return the bias [t, s, h], reshaped rather than permuted to [h, t, s]."""
+    return changed_bias(part, lambda o, bias: bias.movedim(0, -1).reshape(bias.shape))
 
 
 def scaled_bias(part: Bias) -> list[Replacement]:
@@ -229,7 +246,23 @@ def scaled_bias(part: Bias) -> list[Replacement]:
 def norm_of_width(part: Norm) -> list[Replacement]:
     """Return a norm over other axes: heads or tokens, or the last axis and one of these."""
     axes = (1, 2, (2, 3), (1, 3)) if part.place == "heads" else (1, (1, 2))
-    return [(replace(part, axis=axis),) for axis in axes]
+    found: list[Replacement] = [(replace(part, axis=axis),) for axis in axes]
+    for right, other in ("qk", "kq") if part.roles == "qk" else ():
+        found += [(replace(part, roles=right), replace(part, roles=other, axis=axis)) for axis in axes]
+    return found
+
+
+def norm_of_wrong_token(part: Norm) -> list[Replacement]:
+    """Return cosines whose scores [i, j] are divided by the length of key i or of query j."""
+    if (part.kind, part.roles, part.place) != ("L2", "qk", "heads"):
+        return []
+
+    def divide(oracle: Attention, scores: Tensor, role: str) -> Tensor:
+        q, k = (x.norm(dim=-1).clamp_min(part.eps) for x in (oracle.q, oracle.k))
+        wrong = q[..., :, None] * k[..., :, None] if role == "k" else q[..., None, :] * k[..., None, :]
+        return scores / wrong
+
+    return wrong(*(transform(dot_product=partial(divide, role=role)) for role in "kq"))
 
 
 def one_norm_of_two(part: Norm) -> list[Replacement]:
@@ -279,6 +312,10 @@ BUGS: list[PartBug] = [
     PartBug("norm-missing", "without one of its norms", "apply the norm", Norm, without),
     PartBug("norm-of-one", "that normalizes only queries or only keys", ALIKE, Norm, one_norm_of_two),
     PartBug("norm-axis", "whose norm is over other axes than the last alone", "normalize over the last axis, each vector by itself", Norm, norm_of_width),
+    PartBug("norm-of-wrong-token", "whose score of query i and key j is divided by the length of key i or of query j", "a cosine is q_i · k_j / (|q_i| |k_j|): normalize q and k before their product",
+        Norm, norm_of_wrong_token),
+    PartBug("norm-again", "that normalizes the keys in its cache again in each step", "cache keys after they are normalized and normalize the new ones alone, or cache them before",
+        Norm, lambda part: changed(is_repeated=True)(part) if "k" in part.roles and part.place in ("heads", "width") else []),
     PartBug("norm-shared", "that uses the scale of one norm for another one too", "give queries and keys their own norms", Norm, lambda part: []),
     PartBug("norm-on-values", "that normalizes its values too", "normalize queries and keys only", Norm,
         lambda part: [(replace(part, roles=f"{part.roles}v"),)] if part.roles in ("q", "k", "qk") and part.place != "input" else []),
@@ -290,9 +327,10 @@ BUGS: list[PartBug] = [
         lambda part: [(replace(part, kind="RMS"),)] if part.kind == "layer" else []),
     PartBug("bias-transposed", "whose relative bias has queries and keys exchanged", RELATIVE, TableBias, transposed_bias),
     PartBug("bias-heads-mixed", "whose relative bias is that of another head", RELATIVE, TableBias, bias_without_heads),
+    PartBug("bias-reshaped", "whose relative bias is reshaped from [t, s, h] to [h, t, s] rather than permuted", "permute the axes: bias.view(t, s, h).permute(2, 0, 1)", TableBias, reshaped_bias),
     PartBug("bias-scaled", "that scales its relative bias along with the scores", RELATIVE, TableBias, scaled_bias),
     PartBug("bias-missing", "without its relative bias", RELATIVE, TableBias, without),
-    PartBug("window-index", "whose relative bias has the wrong index: other distances share an entry", "distance of rows times 2 · columns − 1, plus distance of columns",
+    PartBug("window-index", "whose relative bias has the wrong index: other distances share an entry", "distance of rows times 2 · columns − 1, plus distance of columns; in a volume, of layers times (2 · rows − 1)(2 · columns − 1)",
         TableBias, window_index),
     PartBug("buckets-bidirectional", "that uses T5's buckets of both directions in a causal layer, or those of one direction in a layer that isn't causal",
         "bidirectional=False in a causal layer (a decoder), True in others", TableBias,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -65,6 +66,31 @@ def drop_last(oracle: Attention, scores: Tensor) -> Tensor:
     return weights if sink is None else weights[..., :-1]
 
 
+def drop_first(oracle: Attention, scores: Tensor) -> Tensor:
+    """Put the sink after the keys, and drop the first weight rather than the sink's."""
+    if (sink := oracle.sink()) is None:
+        return scores.softmax(-1)
+    return torch.cat((scores, sink.expand(*scores.shape[:3], 1)), -1).softmax(-1)[..., 1:]
+
+
+def attend_to_empty_slots(oracle: Attention, weights: Tensor, slots: int, is_single: bool) -> Tensor:
+    """Share the weights with the slots of a cache that are still zero, in steps of one token or in all."""
+    steps, n = oracle.x.steps, slots - oracle.x.s
+    if not steps or n <= 0 or (is_single and steps[-1] > 1):
+        return weights
+    scores = torch.nn.functional.pad(oracle.scores, (0, n))
+    return scores.softmax(-1)[..., : oracle.x.s]
+
+
+def mix_chunks(oracle: Attention, weights: Tensor, size: int) -> Tensor:
+    """Add up chunks of keys, each relative to the maximum so far, and divide by the right sum of weights."""
+    highest = torch.cat([x.amax(-1, keepdim=True).expand_as(x) for x in oracle.scores.split(size, -1)], -1)
+    highest = highest.cummax(-1).values
+    terms = (oracle.scores - highest).exp().nan_to_num(0.0)
+    total = (oracle.scores - highest[..., -1:]).exp().sum(-1, keepdim=True)
+    return terms @ oracle.v / total
+
+
 def give_sink_to_key(weights: Tensor, key: int) -> Tensor:
     """Add the weight of the sink to the weight of a key."""
     return weights.index_add(-1, torch.tensor([key]), 1 - weights.sum(-1, keepdim=True))
@@ -103,10 +129,15 @@ BUGS = [
         transform(softmax=lambda o, weights: give_sink_to_key(weights, o.x.s - 1))),
     Bug("sink-column-kept", "that drops the weight of a key rather than the sink's, so that values get the weights of other keys",
         "drop the column of the sink's logit: the first if it is concatenated first, the last if last",
-        override(softmax=drop_last, mask_weights=lambda o, weights: weights)),
+        *(override(softmax=drop, mask_weights=lambda o, weights: weights) for drop in (drop_last, drop_first))),
+    Bug("empty-slots-visible", "that attends to the slots of its cache that are still empty", "mask the slots that no token was written to: slots <= position of the query",
+        *(transform(softmax=partial(attend_to_empty_slots, slots=2**n, is_single=is_single)) for n in range(3, 14) for is_single in (True, False))),
     Bug("scores-unsummed", "whose scores are not summed over the head's entries, so that each entry has weights of its own",
         "a score is the sum of products: (q * k).sum(-1), or q @ k.mT",
         override(mix=lambda o, weights: mix_by_entry(o, o.scale())), override(mix=lambda o, weights: mix_by_entry(o, 1.0))),
+    Bug("chunks-not-rescaled", "that adds up chunks of keys without rescaling its sums of values when a later chunk raises the maximum",
+        "out = out * (before - highest).exp() + weights @ values, as the sum of the weights is rescaled",
+        *(override(mix=lambda o, weights, n=n: mix_chunks(o, weights, 2**n)) for n in range(1, 7))),
     Bug("weights-transposed", "whose weights are transposed before they mix the values", MIX, override(mix=lambda o, weights: weights.mT @ o.v)),
     Bug("keys-as-values", "that mixes keys rather than values", MIX, override(mix=lambda o, weights: weights @ o.k)),
     Bug("queries-as-values", "that mixes queries rather than values", MIX, override(mix=lambda o, weights: weights @ o.q)),

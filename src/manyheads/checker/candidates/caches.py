@@ -508,6 +508,10 @@ def returned_caches(adapter: AttentionAdapter, x: Inputs) -> Iterator[Cache]:
     output = dict(enumerate(output)) if isinstance(output, tuple | list) else output
     parts = {str(key): part for key, part in output.items()} if isinstance(output, dict) else {}
     found = [path for path in list(parts)[1:] if is_cache(parts[path])]
+    if not isinstance(parts.get("0"), Tensor):  # the output may be the second part, after the cache
+        found = [
+            path for path in found if getattr(parts[path], "shape", None) != x.query[:, : TRIAL[0]].shape
+        ]
     found.sort(key=lambda path: isinstance(parts[path], Tensor))
     if "cache" in adapter.arguments and len(names_of) == 1:
         yield from (Cache(adapter, returned={names_of[0]: path}) for path in found)

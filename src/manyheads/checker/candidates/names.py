@@ -85,7 +85,7 @@ CALL: dict[str, tuple[str, ...]] = {
                      "return_intermediates"),
     "bias": ("position_bias", "score_bias", "rel_bias", "relative_bias", "alibi", "alibi_bias"),
     "positions": ("positions", "position_ids", "pos_ids", "position", "pos", "input_pos", "cache_position",
-                  "token_positions"),
+                  "token_positions", "segment_pos", "token_pos", "pos_idx"),
     "start": ("start_pos", "offset", "start", "pos_offset", "position_offset", "past_length", "past_len", "cache_len",
               "cur_pos", "past_key_values_length", "start_index", "cache_length", "start_position"),
     "cos-sin": ("position_embeddings", "rotary_emb", "rotary_pos_emb", "rope", "cos_sin", "rotary_embeddings"),
@@ -119,6 +119,10 @@ PARAMETERS: dict[str, re.Pattern[str]] = {
 
 GENERIC = ("linear", "lin", "layer", "proj", "net")  # names of layers that give no role
 OTHER = re.compile(r"norm|ln|scale|gate|null|mem|rel|pos|cache")  # of layers besides the projections
+NOT_LAYERS = ("embed", "embedding", "embeddings", "emb", "token", "tokens", "drop", "dropout")
+OUTPUT_WORDS = ("o", "out", "output", "outputs", "concat", "combine", "wo")
+# Names of weights that are parameters of the module, without a layer.
+RAW_LAYER = re.compile(r"(?:^|_)(?:einsum|kernel|matrix|mat|linear|dense|proj|projection|layer)$", re.I)
 SINK = re.compile(r"(^|\.)(sinks?|attn_sinks?|sink_logits?|attention_sinks?)$")
 
 # The names of a constructor's window, the number of keys that each query sees, and its value.
@@ -168,12 +172,24 @@ def parameter_role(path: str) -> tuple[str, str, int | None] | None:
                 # A number before the name is a head; after it, a layer of a Sequential or an entry of a head's list.
                 is_last = is_list and n == len(words) - 1
                 head = numbers[0] if numbers and (not is_last or role not in ("o", "qkv")) else None
-                return role, "bias" if affixes[1] or affixes[3] else part, head
-    # Of a layer such as ff_q.weight or kv_net.weight, a word of the name gives the role.
-    is_layer = path.endswith((".weight", ".bias")) and not OTHER.search(path)
-    for word in reversed(words if is_layer else []):
-        letters = [role for role in PARAMETERS if re.search(rf"(^|_){role}($|_)", word)]
-        letters += ["o"] * bool(re.search(r"(^|_)(out(put)?|concat|combine)($|_)", word))
-        if len(letters) == 1:
-            return letters[0], "bias" if word.startswith("b_") or word.endswith("_bias") else part, None
+                is_bias = (affixes[1] or affixes[3]) and not path.endswith(".weight")  # of kv_b
+                return role, "bias" if is_bias else part, head
+    # Of a layer such as ff_q.weight, query_dense.weight or kv_einsum, a word of the name gives the role.
+    is_layer = path.endswith((".weight", ".bias")) or RAW_LAYER.search(components[-1])
+    for component in reversed(components if is_layer and not OTHER.search(path) else []):
+        if len(letters := roles_of_words(component)) == 1:
+            word = component.lower()
+            is_bias = word.startswith(("b_", "bias_")) or word.endswith("_bias")
+            return letters.pop(), "bias" if is_bias else part, None
     return None
+
+
+def roles_of_words(component: str) -> set[str]:
+    """Return the roles that the words of a name give, those of q, k and v before that of the output."""
+    words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", component)]
+    if any(word in NOT_LAYERS for word in words):
+        return set()
+    found = {role for word in words for role in ("qkv", "kv", *"qkv") if PARAMETERS[role].fullmatch(word)}
+    if len(found) > 1 and found <= {*"qkv"}:  # key_value_dense
+        found = {"".join(role for role in "qkv" if role in found)} & {"qkv", "kv"}
+    return found or {"o" for word in words if word in OUTPUT_WORDS}

@@ -196,9 +196,10 @@ def find_projections(
         raise Unclear(
             f"Found no weights for {missing} among the parameters of {name} ({listed}). {NAME_WEIGHTS}."
         )
-    for role, found in projections.weight.items():
+    packed_views = {role: found for role, found in views.items() if role in PACKED}
+    for role, found in (projections.weight | packed_views).items():
         widths = {shapes[view.path][-1] for view in found if not view.axes}
-        if len(widths) > 1 and role in "qkv":
+        if len(widths) > 1 and role != "o":
             listed = ", ".join(f"{view.path} {list(shapes[view.path])}" for view in found)
             raise Unclear(
                 f"The names of {listed} say that they are weights of {role}, but they take inputs of "
@@ -239,6 +240,16 @@ def assign_roles(
     if not {"q", "k", "v", *PACKED} & roles and (layer := find_packed(description)):
         found |= {f"{layer}.{part}": ("qkv", part, None) for part in ("weight", "bias")}
         projections.reasons |= dict.fromkeys((f"{layer}.weight", f"{layer}.bias"), "its shape")
+    if "q" in roles and not {"k", "v", "kv"} & roles:  # c_attn beside q_attn projects keys and values
+        found |= {path: ("kv", part, n) for path, (role, part, n) in found.items() if role == "qkv"}
+        roles = {"kv" if role == "qkv" else role for role in roles}
+    cubes = [path for path, shape in shapes.items() if len(shape) == 3 and path not in found]
+    queries = [shapes[path] for path, each in found.items() if each[:2] == ("q", "weight")]
+    if "o" not in roles and len(cubes) == len(queries) == 1 and len(queries[0]) == 3:
+        h, e, d = queries[0]
+        if shapes[cubes[0]] == (h, d, e) != queries[0]:  # the only one with these axes
+            found[cubes[0]] = "o", "weight", None
+            projections.reasons[cubes[0]] = "its shape"
     paths: dict[str, dict[str, list[str]]] = {"weight": {}, "bias": {}}
     order = {path: (found[path][2] or 0, n) for n, path in enumerate(shapes) if path in found}
     for path in sorted(order, key=order.__getitem__):
@@ -251,10 +262,12 @@ def assign_roles(
 
 
 def find_packed(description: Description) -> str | None:
-    """Return the only linear layer with three times as many outputs as inputs, or None."""
-    shapes = description.parameters
+    """Return the only linear layer with three times as many outputs as its or another's inputs, or None."""
     layers = [path for path, name in description.layers.items() if name == "Linear"]
-    packed = [path for path in layers if (shape := shapes.get(f"{path}.weight")) and shape[0] == 3 * shape[1]]
+    shapes = {path: description.parameters[f"{path}.weight"] for path in layers}
+    widths = {path: {e, *(d for other, (n, d) in shapes.items() if other != path and n == e)}
+              for path, (_, e) in shapes.items()}  # fmt: skip
+    packed = [path for path, (rows, _) in shapes.items() if rows in {3 * width for width in widths[path]}]
     return packed[0] if len(packed) == 1 else None
 
 
@@ -319,6 +332,8 @@ def view_weight(
     shape = description.parameters[path]
     if len(shape) == 3 and role in PACKED and len(role) in shape:
         return ParameterView(path, transposed=not path.endswith("_weight"))
+    if len(shape) == 4 and role in PACKED and shape[0] == len(role):  # [2, h, e, d]
+        shape = shape[1:]
     if len(shape) == 3:
         h = shape.index(projections.heads) if projections.heads in shape else 0
         first, second = (axis for axis in range(3) if axis != h)
@@ -343,7 +358,8 @@ def split_packed(
         return {role: views}
     view, n = views[0], len(role)
     shape = shapes[view.path]
-    if len(shape) == 3 or (len(shape) == 2 and shape[0] == n):  # [3, e, d], or [h, e, 3 · d]
+    # [3, e, d] or [3, h, e, d], or [h, e, 3 · d]
+    if len(shape) == 3 or (len(shape) in (2, 4) and shape[0] == n):
         axis = shape.index(n) if n in shape else 2
         return {letter: [replace(view, piece=(axis, i, n))] for i, letter in enumerate(role)}
     h, g = projections.heads, projections.key_heads
@@ -375,5 +391,8 @@ def randomize(parameters: Mapping[str, Tensor], paths: Iterable[str]) -> dict[st
         initial = parameters[path]
         noise = torch.randn(initial.shape, generator=generator)
         is_matrix = initial.dim() > 1 and min(initial.shape) > 1
-        values[path] = noise / initial.shape[-1] ** 0.5 if is_matrix else initial + 0.3 * noise
+        # Code may clamp a small temperature to positive numbers.
+        is_small = bool(((initial > 0) & (initial < 0.5)).all())
+        vector = initial * (0.3 * noise).exp() if is_small else initial + 0.3 * noise
+        values[path] = noise / initial.shape[-1] ** 0.5 if is_matrix else vector
     return values

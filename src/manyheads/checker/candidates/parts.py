@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -61,11 +62,12 @@ SEED = 71
 MOST_SETS = 50_000
 MOST_SURROUNDINGS = 2_000
 MOST_PLAUSIBLE = 12
+MOST_OPTIONS = 6
 MOST_WITH_NULL_KEYS = 4_000
 # Documentation of a window that counts the query's own position.
 COUNTS_ITSELF = (
     r"window(?:_size)?\W*[-−]\s*1|last `?window|includ\w+ (?:itself|the current|its own)|"
-    r"(?:itself|own) included"
+    r"(?:itself|own) included|window\W*(?:keys|tokens|positions) (?:in all|in total|altogether)"
 )
 UNSCALED = "as usual with a learned bias or factor"
 NO_SINK = -1e4
@@ -83,7 +85,12 @@ def find_parts(adapter: AttentionAdapter) -> None:
     reach_caps(adapter)
     found = [part for parts in (adapter.parts, *adapter.plausible) for part in parts]
     windows = select(found, Window) + [part.window for part in select(found, NoWindow)]
-    adapter.length = max([adapter.length, *(window.size + 3 for window in windows)])
+    sizes_of_windows = [window.size for window in windows]
+    # The keys of a loop over chunks must fill more than one chunk.
+    chunks = Numbers(adapter).named_like(r"(?:^|_)(?:chunk|block|tile)(?:s|_?size|_?len|$)").values()
+    sizes_of_windows += [int(n) for n in chunks if n == int(n) and 2 <= n <= 64]
+    adapter.length = max([adapter.length, *(size + 3 for size in sizes_of_windows)])
+    add_idle_scales(adapter)
     if adapter.unknown or select(adapter.parts, RotaryPositions) or POSITIONS & set(adapter.arguments):
         return
     used = {path for part in adapter.parts for path in part.paths}
@@ -100,6 +107,23 @@ def find_parts(adapter: AttentionAdapter) -> None:
                 f"`{path}` ({name}) has no effect: the output is that of attention without rotary encoding. "
                 "If it isn't used, delete it in a subclass and check that."
             )
+
+
+def add_idle_scales(adapter: AttentionAdapter) -> None:
+    """Add the scales of norms of q and k that change no output, so that checks fail."""
+    norms = [norm for norm in select(adapter.parts, Norm) if norm.roles == "qk" and not norm.scale]
+    if adapter.weights is None or not norms:
+        return
+    used = {path for part in adapter.parts for path in part.paths}
+    numbers = (adapter.weights.head_size, adapter.weights.heads * adapter.weights.head_size)
+    idle = [path for path, x in adapter.weights.other.items() if path not in used and x.numel() in numbers]
+    if not 1 <= len(idle) <= 2:
+        return
+    named = ["".join(Search.names_query_or_key(path.replace("qk", ""))) for path in idle]
+    roles = named if sorted(named) == ["k", "q"] else ["qk", "q k"][len(idle) - 1].split()
+    scaled = [replace(norms[0], roles=role, scale=path) for role, path in zip(roles, idle, strict=True)]
+    n = adapter.parts.index(norms[0])
+    adapter.parts = (*adapter.parts[:n], *scaled, *adapter.parts[n + 1 :])
 
 
 def name_mechanism(adapter: AttentionAdapter) -> None:
@@ -398,7 +422,8 @@ class Search:
         scores = list(islice(self.score_parts(rest), MOST_PLAUSIBLE)) or [()]
         sets = [outside + parts + inside for parts, outside in product(scores, around)]
         # A bug can look like a window, so the surroundings are tried without one, too.
-        adapter.plausible = [*dict.fromkeys([*sets[:MOST_PLAUSIBLE], *around[:2], ()])]
+        others = [around[0] + parts + inside for parts in self.each_option(rest)]
+        adapter.plausible = [*dict.fromkeys([*sets[:MOST_PLAUSIBLE], *others, *around[:2], ()])]
         orders = dict.fromkeys(n for n, _ in surroundings)
         adapter.packings = [adapter.packings[n] for n in orders] or adapter.packings
 
@@ -502,6 +527,16 @@ class Search:
             if norms and rotary:
                 yield rotary + norms + rest
 
+    def each_option(self, groups: list[str]) -> Iterator[Parts]:
+        """Yield each part of the scores that these groups may be, with cosines too if the code has them."""
+        is_cosine = re.search(COSINES, self.adapter.description.source + self.adapter.text)
+        around: list[tuple[Parts, Parts]] = [((Norm("L2"),), (Scale(1.0, UNSCALED),))] if is_cosine else []
+        options = [list(self.score_options(group)) for group in groups]
+        for chosen in islice(product(*options), MOST_OPTIONS) if groups else ():
+            for first, last in [*around, ((), ())]:
+                if is_plausible(parts := (*first, *chosen, *last)):
+                    yield parts
+
     def score_options(self, group: str) -> Iterator[Part]:
         """Yield the parts of the scores that a group of parameters may be."""
         weights, paths = self.adapter.weights, self.groups[group]
@@ -520,16 +555,17 @@ class Search:
             has_exponential = re.search(r"\bexp\(", self.adapter.description.source)
             forms = ["factor", "exponential", "divisor"]
             forms.sort(key=lambda form: has_exponential is not None and form != "exponential")
+            if re.search(rf"/=? *(?:self\.)?{re.escape(paths[0])}\b", self.adapter.description.source):
+                forms.sort(key=lambda form: form != "divisor")
             yield from (Temperature(path, form) for form in forms)
             yield Alibi(path, is_symmetric=not self.adapter.always_causal)
         if len(shape) >= 2 and h in shape and len(paths) == 1:
             if len(shape) > 2 and shape[-1] == shape[-2]:
                 yield TableBias(path, "positions")
             elif len(shape) == 2:
-                n = self.adapter.count or 0
-                for height in (height for height in range(1, n + 1) if n % height == 0):
-                    if (2 * height - 1) * (2 * n // height - 1) in shape:
-                        yield TableBias(path, "window", width=n // height)
+                for window in factorize(self.adapter.count or 0):
+                    if math.prod(2 * n - 1 for n in window) in shape:
+                        yield TableBias(path, "window", window=window)
                 is_decoder = self.adapter.description.attributes.get("is_decoder") is True
                 both = (False, True) if self.adapter.always_causal or is_decoder else (True,)
                 distances = {128, *(int(x) for x in self.numbers.named_like(r"dist").values())}
@@ -621,6 +657,13 @@ class Search:
             except (RuntimeError, IndexError, ZeroDivisionError):
                 return float("inf")
         return worst
+
+
+def factorize(n: int) -> Iterator[tuple[int, ...]]:
+    """Yield the sizes of windows of n tokens: of two axes, and of three that have more than one token."""
+    pairs = [(k, n // k) for k in range(1, n + 1) if n % k == 0]
+    yield from pairs
+    yield from ((a, b, k // b) for a, k in pairs for b in range(2, k) if a > 1 and k % b == 0)
 
 
 def is_documented_for_keys(name: str, text: str) -> bool:

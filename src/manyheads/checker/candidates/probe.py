@@ -269,7 +269,14 @@ def find_tokens(adapter: AttentionAdapter, g: torch.Generator) -> None:
     sizes = [x for name, x in values.items() if re.search(r"window|size|resolution|patch|tokens|len", name)]
     pairs = [math.prod(x) for x in sizes if isinstance(x, tuple | list) and all(type(n) is int for n in x)]
     widths = [n for x in sizes if type(x) is int for n in (x * x, x) if 1 < n <= 256]  # of a square or a line
-    counts = dict.fromkeys([None, *(n for n in (*squares, *pairs, *widths, *SQUARES) if n > 2)])
+    tuples = [
+        math.prod(x) for x in values.values() if isinstance(x, tuple | list) and {*map(type, x)} == {int}
+    ]
+    rows = [shape[0] for shape in adapter.description.buffers.values() if len(shape) > 1]
+    # "The size of tensor a (5) must match the size of tensor b (24)": a was the number of tokens.
+    stated = [*map(int, re.findall(rf"\({S}\) must match \D*\((\d+)\)", str(adapter.last_error)))]
+    likely = (*squares, *pairs, *tuples, *stated, *rows, *widths, *SQUARES)
+    counts = dict.fromkeys([None, *(n for n in likely if 2 < n <= 1024)])
     accepted: dict[tuple[str, int | None], bool] = {}
     for grid, count in [*product(("", *forms.GRIDS), counts)][1:]:  # any number of tokens was tried above
         adapter.grid, adapter.count = grid, count

@@ -89,6 +89,7 @@ def check_state(adapter: Adapter) -> Check:
         return failed(f"a call changed {', '.join(others)}.", bug=BUGS["input-changed"] if is_input else None)
     if dependence := find_dependence(adapter):
         bug = BUGS["context-kept"] if keeps_context(adapter) else None
+        bug = BUGS["mask-kept"] if bug is None and keeps_mask(adapter) else bug
         return failed(f"its output depends on earlier calls: {dependence}.", bug=bug)
     reason = "a call changes no argument, seed, default dtype, thread count or grad mode"
     return passed(reason + f"; it changes {', '.join(buffers)}, without effect on outputs" * bool(buffers))
@@ -159,6 +160,21 @@ def keeps_context(adapter: Adapter) -> bool:
     _, got = run_sequence(adapter, [adapter.call(first), adapter.call(second)])
     [expected] = run_sequence(adapter, [adapter.call(second.but(key=first.key, value=first.value))])
     return torch.equal(got, expected)
+
+
+def keeps_mask(adapter: Adapter) -> bool:
+    """Return True if a second call's output is that of its inputs with the first call's mask."""
+    others = adapter.scenarios(38)
+    for name, first in accepted_scenarios(adapter, 37):
+        second = others[name]
+        if (first.keep is None and first.padding is None) or first.query.shape != second.query.shape:
+            continue
+        mixed = second.but(keep=first.keep, padding=first.padding)
+        calls = ([first, second], [mixed], [second])
+        got, expected, right = (run_sequence(adapter, [*map(adapter.call, each)])[-1] for each in calls)
+        if torch.equal(got, expected) and not torch.equal(got, right):
+            return True
+    return False
 
 
 @check("memory growth")

@@ -16,6 +16,7 @@ from manyheads.checker.candidates.caches import Cache, Run, Sequence
 from manyheads.checker.checks.registry import Check, check, failed, passed, skipped
 from manyheads.checker.isolation.errors import CodeError
 from manyheads.checker.oracle import Inputs, largest_difference
+from manyheads.checker.parts import Bias, RotaryPositions, Window
 
 LENGTHS = {  # of the steps, by the name of the trial
     "one token at a time": (1,) * 6,
@@ -116,10 +117,20 @@ def explain_step(cache: Cache, sequence: Sequence, wrong: int, allowed: float) -
     if bool(missing.any()):
         tokens = ", ".join(map(str, missing.nonzero().flatten().tolist()))
         return f"{after}: token {tokens} has no effect", None
+    windows = [part for part in cache.adapter.parts if isinstance(part, Window)]
+    is_chunk_right = is_right(cache, (4, 3), allowed)
+    if windows and lengths[-1] == 1 and is_chunk_right and bool((cached & ~plain)[:start].any()):
+        return f"{after}: it attends to tokens outside of its window", BUGS["window-lost-in-steps"]
+    if windows and lengths[-1] > 1 and bool((plain & ~cached)[:start].any()):
+        reason = f"{after}: its first tokens don't attend to all cached tokens of their windows"
+        return reason, BUGS["window-trimmed"]
     if is_right(cache, (3, 1, 2), allowed) and not is_right(cache, (2, 2, 2), allowed):
         reason = f"{after}: wrong only if an earlier step had the same length, whose positions are reused"
         return reason, BUGS["positions-by-length"]
-    if depends_on_order(cache, ()) and not depends_on_order(cache, (1,) * 5):
+    has_positions = not windows or any(
+        isinstance(part, RotaryPositions | Bias) for part in cache.adapter.parts
+    )
+    if has_positions and depends_on_order(cache, ()) and not depends_on_order(cache, (1,) * 5):
         reason = f"{after}: the order of cached tokens has no effect: positions restart at 0 after the cache"
         return reason, BUGS["positions-restart"]
     return f"{after} differs from one call, from token {wrong} on", None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from manyheads.checker.bugs import Bug, compose
+from manyheads.checker.bugs.calls import BUGS
 from manyheads.checker.candidates.attention import SPREAD, AttentionAdapter
 from manyheads.checker.checks.registry import Check, check, convention, failed, judge, passed, unchecked
 from manyheads.checker.checks.weights import MASKED
@@ -132,6 +133,9 @@ def check_half(adapter: AttentionAdapter, dtype: torch.dtype) -> Check:
     if rounded and error <= allowed:
         return convention(f"{rounded}. With buffers in float32 it is right.")
     reason = f"plain PyTorch loses {loss:.2g}"
+    if error > allowed and condition == f" ({long_scenario})":  # shorter sequences are right
+        text = f"it loses far more than rounding explains{condition}; {reason}."
+        return failed(text, error, allowed, BUGS["rotary-rounded"])
     return judge(error, allowed, reason, f"it loses far more than rounding explains{condition}; {reason}.")
 
 
