@@ -116,7 +116,7 @@ def test_no_raise_statement_is_missing(raise_statements: Any) -> None:
 
 # Raise statements without a text of their own.
 AGAIN = re.compile(
-    r": raise (error|raised|reasons?)$"  # a caught error
+    r": raise (error|raised|cause|reasons?)$"  # a caught error
     r"|raise (NotImplementedError|KeyboardInterrupt|TypeError|typer\.Exit)$"
     r"|raise (SystemExit|typer\.Exit|HTTPException)\("  # the end of a command or a response
     r"|\(str\(error\)\)$|\(packed\)$|\(report\.summary\(\)\)$"  # the text of another error, or a report

@@ -65,15 +65,6 @@ from manyheads.storage import Labels, StoredMap, Tokens, check_path, encode_inde
 from manyheads.trees import Value
 
 T = TypeVar("T")
-MISSING = {  # methods of `AttentionMap` that a map of several processes can't have, and what to do instead
-    "view": (
-        "Expected a map of one process to view, got a ShardedMap. Save it on all ranks, "
-        'smap.save("map.safetensors"), and run manyheads view map.safetensors.'
-    ),
-    "value_norm": (
-        "ShardedMap has no value_norm, because values aren't kept. Pass them: smap.value_norms(v, w_o)."
-    ),
-}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -414,8 +405,16 @@ class ShardedMap(BaseMap):
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name in MISSING:
-            raise AttributeError(MISSING[name])
+        if name == "view":
+            raise AttributeError(
+                "Expected a map of one process to view, got a ShardedMap. Save it on all ranks, "
+                'smap.save("map.safetensors"), and run manyheads view map.safetensors.'
+            )
+        if name == "value_norm":
+            raise AttributeError(
+                "ShardedMap has no value_norm, because values aren't kept. "
+                "Pass them: smap.value_norms(v, w_o)."
+            )
         if not name.startswith("_") and hasattr(AttentionMap, name):
             raise AttributeError(
                 f"ShardedMap has no {name}, because its numbers are on several ranks. Save it, and use "

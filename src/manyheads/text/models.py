@@ -260,7 +260,10 @@ def _load_predictor(name: str, folder: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types
-        raise ValueError(f"{name} can't be loaded by transformers: {_first_sentence(error)}.") from None
+        raise ValueError(
+            f"{name} can't be loaded by transformers: {_first_sentence(error)}. "
+            "Download it again with hf download."
+        ) from None
     if config.is_encoder_decoder:
         raise ValueError(f"{expected}an encoder-decoder model, whose encoder reads the text. {hint}")
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

@@ -327,7 +327,7 @@ BUGS: list[PartBug] = [
         lambda part: [(replace(part, kind="RMS"),)] if part.kind == "layer" else []),
     PartBug("bias-transposed", "whose relative bias has queries and keys exchanged", RELATIVE, TableBias, transposed_bias),
     PartBug("bias-heads-mixed", "whose relative bias is that of another head", RELATIVE, TableBias, bias_without_heads),
-    PartBug("bias-reshaped", "whose relative bias is reshaped from [t, s, h] to [h, t, s] rather than permuted", "permute the axes: bias.view(t, s, h).permute(2, 0, 1)", TableBias, reshaped_bias),
+    PartBug("bias-reshaped", "whose relative bias is reshaped from [t, s, h] to [h, t, s] rather than permuted", "permute the axes of the table's [t, s, h] so that it is added to scores [b, h, t, s]: bias.view(t, s, h).permute(2, 0, 1)", TableBias, reshaped_bias),
     PartBug("bias-scaled", "that scales its relative bias along with the scores", RELATIVE, TableBias, scaled_bias),
     PartBug("bias-missing", "without its relative bias", RELATIVE, TableBias, without),
     PartBug("window-index", "whose relative bias has the wrong index: other distances share an entry", "distance of rows times 2 · columns − 1, plus distance of columns; in a volume, of layers times (2 · rows − 1)(2 · columns − 1)",
