@@ -17,7 +17,7 @@ from manyheads.biases import ALiBi, Bias, Dense, Relative
 from manyheads.distributed.positions import Part
 from manyheads.masks import FAR, And, Band, Documents, Lengths, Mask, Span
 from manyheads.problem import Problem
-from manyheads.shapes import Shape
+from manyheads.shapes import Shape, shape_of
 from manyheads.trees import bound
 
 
@@ -107,6 +107,7 @@ def whole_problem(ranks: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -
     Returns:
         The problem, in whose q, k and v all tokens share the memory of one number.
     """
+    shape_of(q, k, v)  # so that its errors have the sizes of this rank's tensors
     empty = (x.detach().new_zeros(1).expand(*x.shape[:2], x.shape[2] * ranks, x.shape[3]) for x in (q, k, v))
     return Problem.of(*empty, offset=0, **options)
 

@@ -487,8 +487,8 @@ def _exit_code(codes: Mapping[int, int]) -> int:
         rank, number = next(iter(killed.items()))
         name = signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
         raise ConnectionError(
-            f"The process of rank {rank} was killed ({name}), and the others were ended. Start again; a "
-            "command with --resume continues from the last checkpoint."
+            f"The process of rank {rank} was killed ({name}), and the others were ended. Start again: an "
+            "atlas continues by itself, training with --resume from its last checkpoint."
         )
     said = [code for code in codes.values() if code not in (LOST, -signal.SIGTERM, 128 + signal.SIGTERM)]
     if not said:
