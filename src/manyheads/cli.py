@@ -248,7 +248,8 @@ def show(
 
       # On four processes; on several machines, start it by torchrun
       manyheads atlas shipped --text books --out my-atlas --processes 4
-      torchrun --nproc-per-node 4 -m manyheads atlas shipped --text books --out my-atlas
+      torchrun --nproc-per-node 4 -m manyheads atlas shipped --text books \\
+        --out my-atlas
     """,
 )
 def atlas(
