@@ -92,6 +92,8 @@ def faults(rank: int, ranks: int) -> dict[str, dict[str, Any]]:
         "an error on one rank": {"softcap": -1.0 if odd else 1.0},
         "an error on all ranks": {"mask": "causal"},
         "a mask of another size": {"mask": mh.Keep(torch.ones(n, n, dtype=torch.bool))},
+        "ids of one rank": {"mask": mh.Documents(torch.zeros(n, dtype=torch.int64))},
+        "three dimensions": {"x": x[0]},
         "heads that don't divide": {"x": x[:, :3], "method": "ulysses"},
         "an unknown method": {"method": "star"},
         "a kernel without a log-sum-exp": {"kernel": "sdpa"},

@@ -70,7 +70,7 @@ def header_of(tensors: Mapping[str, Tensor], first: int, save: str) -> tuple[byt
     Returns:
         The header and the paddings.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": FORMAT, "save": save}}
+    header: dict[str, Any] = {"__metadata__": {"format": FORMAT, "save": save, "first": str(first)}}
     padding = {}
     at = 0
     for name, tensor in tensors.items():
@@ -145,6 +145,7 @@ def open_shards(folder: Path, text: str) -> dict[str, Tensor]:
     save, shards = _parse(text)
     pieces: dict[str, list[Piece]] = {}
     kinds: dict[str, tuple[str, list[int]]] = {}  # the dtype and the sizes after the tokens
+    first = 0  # the position of the shard's first token
     for number, shard in enumerate(shards):
         path = folder / shard.name
         what = f"shard {number + 1} of {len(shards)}, {path}"
@@ -159,6 +160,12 @@ def open_shards(folder: Path, text: str) -> dict[str, Tensor]:
                 f"Expected {what}, to belong to the save {save}, got {brief(found.get('save'))}. Keep the "
                 "index and the shards of one save together."
             )
+        if found.get("first") != str(first):
+            raise ValueError(
+                f"Expected {what}, to begin at token {first}, got {brief(found.get('first'))}. Give the "
+                "shards the names that they were saved with, or save the map again."
+            )
+        first += shard.tokens
         named = {name: each for name, each in header.items() if not name.startswith("padding.")}
         if number and named.keys() != kinds.keys():
             raise ValueError(

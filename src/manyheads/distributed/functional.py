@@ -26,7 +26,7 @@ from manyheads.distributed.positions import (
 from manyheads.distributed.ring import Ring, RingAttention
 from manyheads.functional import autocast
 from manyheads.kernels import partial
-from manyheads.masks import AtPositions, Mask, Only
+from manyheads.masks import AtPositions, Ids, Mask, Only
 from manyheads.problem import Problem
 from manyheads.shapes import kind, sizes, transforms
 
@@ -284,6 +284,11 @@ def _check(tensors: list[Tensor], whole: Problem, method: str, kernel: str, rank
             raise ValueError(
                 f"Expected a mask of the whole sequence, got {part}, which was placed by a cache or selects "
                 "heads. Pass the mask that it was made from."
+            )
+        if isinstance(part, Ids) and part.ids.shape[-1] < whole.shape.s:
+            raise ValueError(
+                f"Expected {type(part).__name__} to have ids for the {whole.shape.s} tokens of all ranks, "
+                f"got {part.ids.shape[-1]}. Pass the ids of the whole sequence to every rank."
             )
     if whole.bias is not None and not isinstance(whole.bias, ALiBi | Relative | Dense):
         raise TypeError(f"Expected bias to be ALiBi, Relative, Dense or None, got {kind(whole.bias)}.")

@@ -118,6 +118,8 @@ FAULTS = {  # the text of the error on every rank, or that on the rank at fault 
     ),
     "an error on all ranks": "Expected mask to be a Mask or None, got a str",
     "a mask of another size": r"tensor of Keep to be \[t, s\] = \[18, 18\], got \[6, 6\]",
+    "ids of one rank": "Documents to have ids for the 18 tokens of all ranks, got 6",
+    "three dimensions": r"Expected q to be \[b, h, t, d\], four dimensions, got \[4, 6, 8\]",
     "heads that don't divide": "3 ranks divide",
     "an unknown method": "method to be one of ring, ulysses, got 'star'",
     "a kernel without a log-sum-exp": "auto, native or chunked for method=\"ring\", got 'sdpa'",

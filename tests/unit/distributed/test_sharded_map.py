@@ -228,6 +228,11 @@ def test_damaged_shards_are_a_sentence(long: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"shard 2 of 4, .*to belong to the save [0-9a-f]+, got '00000000'"):
         AttentionMap.open(index)
 
+    index, shard = copy("renamed")
+    shard.write_bytes(shard.with_name(shard.name.replace(".2-of", ".3-of")).read_bytes())
+    with pytest.raises(ValueError, match=r"shard 2 of 4, .*to begin at token [1-9]\d*, got '[1-9]\d*'"):
+        AttentionMap.open(index)
+
     index, shard = copy("swapped")
     third = shard.with_name(shard.name.replace(".2-of", ".3-of"))
     shard.write_bytes(bytes(len(content)))
