@@ -91,7 +91,7 @@ WRONG: list[tuple[str, dict[str, str], set[str]]] = [
     ("GemmaLike", {"i[:, None] - self.window)": "i[:, None] - self.window - 1)"}, {"window-off"}),
     ("GemmaLike", {"s = torch.tanh(s / self.softcap) * self.softcap": ""}, {"cap-missing"}),
     ("GemmaLike", {"self.theta **": "500.0 **"}, set()),
-    ("Sinks", {"[..., :-1]": "[..., 1:]"}, set()),
+    ("Sinks", {"[..., :-1]": "[..., 1:]"}, {"sink-column-kept"}),
     ("Streaming", {"start = past": "start = 0 if cache is None else self.n_heads"}, {"rotary-offset-miscounted"}),
     ("Streaming", {"q, k = self.rope(q, start), self.rope(k, start)": "q = self.rope(q, start)",
                    "        i, j = ": "        k = self.rope(k, 0)\n        i, j = "}, {"rotary-again"}),

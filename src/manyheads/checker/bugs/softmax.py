@@ -86,9 +86,8 @@ def mix_chunks(oracle: Attention, weights: Tensor, size: int) -> Tensor:
     """Add up chunks of keys, each relative to the maximum so far, and divide by the right sum of weights."""
     highest = torch.cat([x.amax(-1, keepdim=True).expand_as(x) for x in oracle.scores.split(size, -1)], -1)
     highest = highest.cummax(-1).values
-    terms = (oracle.scores - highest).exp().nan_to_num(0.0)
-    total = (oracle.scores - highest[..., -1:]).exp().sum(-1, keepdim=True)
-    return terms @ oracle.v / total
+    excess = (highest[..., -1:] - highest).exp()  # infinite or NaN where all keys so far are masked
+    return (weights * excess).nan_to_num(0.0) @ oracle.v
 
 
 def give_sink_to_key(weights: Tensor, key: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 const STRIP = 36, BAR = 84, MARGIN = 10; // pixels: the strips at the edges of the matrix, the colour bar, a margin
 const PHONE = 480; // pixels: in less space, the ruler of queries is narrow
-const NAMED_RULER = 118, NUMBERED_RULER = 78, NARROW_RULER = 78; // pixels: the ruler of queries with names, with numbers only, and on a phone
+const NAMED_RULER = 118, NUMBERED_RULER = 78, NARROW_RULER = 70; // pixels: the ruler of queries with names, with numbers only, and on a phone
 const NAMED_ABOVE = 96, NUMBERED_ABOVE = 60, NARROW_ABOVE = 72; // pixels: the ruler of keys, likewise
 const CLOSEST = 96; // pixels per token at the highest zoom
 const FEW = 40; // pixels: the most that a token of the shorter axis takes while the whole longer axis is in view
