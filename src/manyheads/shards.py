@@ -160,9 +160,9 @@ def open_shards(folder: Path, text: str) -> dict[str, Tensor]:
                 f"Expected {what}, to belong to the save {save}, got {brief(found.get('save'))}. Keep the "
                 "index and the shards of one save together."
             )
-        if found.get("first") != str(first):
+        if found.get("first", str(first)) != str(first):  # earlier files of version 4 don't have it
             raise ValueError(
-                f"Expected {what}, to begin at token {first}, got {brief(found.get('first'))}. Give the "
+                f"Expected {what}, to begin at token {first}, got {brief(found['first'])}. Give the "
                 "shards the names that they were saved with, or save the map again."
             )
         first += shard.tokens
