@@ -340,11 +340,9 @@ def join(parts: Sequence[Measured], heads: Sequence[int]) -> Measured:
     joined: dict[tuple[int, ...], Masses] = {}  # measures with the same values are joined once
 
     def along_heads(tensors: Sequence[Tensor]) -> Tensor:
-        # Tensors of one size for all batch entries or heads are expanded, unless all layers have the same.
-        if all(x is tensors[0] or (x.shape[1] == 1 and torch.equal(x, tensors[0])) for x in tensors):
-            return (
-                tensors[0] if tensors[0].shape[1] == 1 or len(tensors) == 1 else torch.cat(list(tensors), 1)
-            )
+        # A tensor that is the same for all heads of all layers stays one; others are expanded.
+        if tensors[0].shape[1] == 1 and all(torch.equal(x, tensors[0]) for x in tensors):
+            return tensors[0]
         b = max(len(x) for x in tensors)
         return torch.cat([x.expand(b, h, -1) for x, h in zip(tensors, heads, strict=True)], 1)
 

@@ -125,12 +125,13 @@ def find_readers(vision: str, model: nn.Module, names: Iterable[str]) -> list[st
         The paths of the resampler's attention modules, empty for models without one.
     """
     part = RESAMPLERS.get(getattr(getattr(model, "config", None), "model_type", ""))
+    if part is None:
+        return []
     parent = vision.rpartition(".")[0]
     return [
         name
         for name in names
-        if part is not None
-        and name.startswith(parent)
+        if name.startswith(parent)
         and part in name.split(".")
         and name.endswith((".crossattention", ".self_attn"))
     ]

@@ -55,22 +55,13 @@ def replace_softmax(function: Callable[[Tensor], Tensor]) -> list[type[Oracle]]:
     return [override(**{step: lambda o, scores: function(scores)}) for step in ("softmax", "normalize")]
 
 
-def drop_last(oracle: Attention, scores: Tensor) -> Tensor:
-    """Put the sink before the keys, and drop the last weight rather than the sink's."""
-    sink = oracle.sink()
-    weights = (
-        scores.softmax(-1)
-        if sink is None
-        else torch.cat((sink.expand(*scores.shape[:3], 1), scores), -1).softmax(-1)
-    )
-    return weights if sink is None else weights[..., :-1]
-
-
-def drop_first(oracle: Attention, scores: Tensor) -> Tensor:
-    """Put the sink after the keys, and drop the first weight rather than the sink's."""
+def drop_key(oracle: Attention, scores: Tensor, *, sink_first: bool) -> Tensor:
+    """Put the sink before or after the keys, and drop the weight at the other end rather than the sink's."""
     if (sink := oracle.sink()) is None:
         return scores.softmax(-1)
-    return torch.cat((scores, sink.expand(*scores.shape[:3], 1)), -1).softmax(-1)[..., 1:]
+    sink = sink.expand(*scores.shape[:3], 1)
+    weights = torch.cat((sink, scores) if sink_first else (scores, sink), -1).softmax(-1)
+    return weights[..., :-1] if sink_first else weights[..., 1:]
 
 
 def attend_to_empty_slots(oracle: Attention, weights: Tensor, slots: int, is_single: bool) -> Tensor:
@@ -128,7 +119,7 @@ BUGS = [
         transform(softmax=lambda o, weights: give_sink_to_key(weights, o.x.s - 1))),
     Bug("sink-column-kept", "that drops the weight of a key rather than the sink's, so that values get the weights of other keys",
         "drop the column of the sink's logit: the first if it is concatenated first, the last if last",
-        *(override(softmax=drop, mask_weights=lambda o, weights: weights) for drop in (drop_last, drop_first))),
+        *(override(softmax=partial(drop_key, sink_first=sink_first), mask_weights=lambda o, weights: weights) for sink_first in (True, False))),
     Bug("empty-slots-visible", "that attends to the slots of its cache that are still empty", "mask the slots that no token was written to: slots <= position of the query",
         *(transform(softmax=partial(attend_to_empty_slots, slots=2**n, is_single=is_single)) for n in range(3, 14) for is_single in (True, False))),
     Bug("scores-unsummed", "whose scores are not summed over the head's entries, so that each entry has weights of its own",

@@ -110,7 +110,10 @@ def find_parts(adapter: AttentionAdapter) -> None:
 
 
 def add_idle_scales(adapter: AttentionAdapter) -> None:
-    """Add the scales of norms of q and k that change no output, so that checks fail."""
+    """Give the norm of q and k the learned scales that change no output.
+
+    The oracle then applies them, so that a candidate that forgets to apply them fails.
+    """
     norms = [norm for norm in select(adapter.parts, Norm) if norm.roles == "qk" and not norm.scale]
     if adapter.weights is None or not norms:
         return

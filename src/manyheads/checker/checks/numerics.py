@@ -133,10 +133,10 @@ def check_half(adapter: AttentionAdapter, dtype: torch.dtype) -> Check:
     if rounded and error <= allowed:
         return convention(f"{rounded}. With buffers in float32 it is right.")
     reason = f"plain PyTorch loses {loss:.2g}"
+    surplus = f"it loses far more than rounding explains{condition}; {reason}."
     if error > allowed and condition == f" ({long_scenario})":  # shorter sequences are right
-        text = f"it loses far more than rounding explains{condition}; {reason}."
-        return failed(text, error, allowed, BUGS["rotary-rounded"])
-    return judge(error, allowed, reason, f"it loses far more than rounding explains{condition}; {reason}.")
+        return failed(surplus, error, allowed, BUGS["rotary-rounded"])
+    return judge(error, allowed, reason, surplus)
 
 
 def compare_half(

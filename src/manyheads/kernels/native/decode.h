@@ -124,8 +124,8 @@ template <class T, class Op> struct Decode : FewQueries<T, Op> {
         return !bit_mask(~finite);
     }
 
-    // Adds weights times values, of which `left` are left in the tensor. Weights of masked keys are 0: their values must be
-    // finite.
+    // Adds weights times values. Weights of masked keys are 0: their values must be finite. left: the number of values from
+    // the first of these to the last of the tensor.
     void add(const Split &split, const T *values, int64_t count, int64_t left) const {
         for (int64_t row = 0; row < rows; row++) weigh(split, row, round_up(count, LANES));
         for (int64_t x = 0; x < problem.w;) {

@@ -31,8 +31,8 @@ template <class T, class Op> struct FewQueries {
         unit = Op::PAIR == 1 ? (Real)1 : (Real)problem.scale;
     }
 
-    // Operations of the products, and what takes as long. For fewer than four queries, reading a key takes longer than its
-    // products. A query takes a constant time besides.
+    // The work as a number of floating-point operations that take as long. For fewer than four queries, reading a key takes
+    // longer than its products. Each query adds a constant time, about that of 4,000 operations.
     double operations() const {
         double keys = 2. * problem.s * (problem.d + problem.w) * larger<int64_t>(rows, 4);
         return problem.b * problem.g * (keys + 4e3 * rows);

@@ -56,7 +56,8 @@ class PicturePanel {
   // The crosshair moved: request the weights of its query.
   update() {
     if (!this.patches) return;
-    const { run, layer, head, batch } = this.place, { cell } = this.pane, isPooled = this.app.layer(this.place).finest; // in a file
+    const { run, layer, head, batch } = this.place, { cell } = this.pane;
+    const isPooled = this.app.layer(this.place).finest; // an exported page without single weights, which never requests any
     const address = cell && !isPooled ? `image/${run}/${layer}/${head}/${cell[0]}/${batch}` : null;
     if (address === this.address && !isPooled) return;
     this.close();
