@@ -55,7 +55,7 @@ def replace_softmax(function: Callable[[Tensor], Tensor]) -> list[type[Oracle]]:
     return [override(**{step: lambda o, scores: function(scores)}) for step in ("softmax", "normalize")]
 
 
-def drop_key(oracle: Attention, scores: Tensor, *, sink_first: bool) -> Tensor:
+def drop_key(oracle: Attention, scores: Tensor, sink_first: bool) -> Tensor:
     """Put the sink before or after the keys, and drop the weight at the other end rather than the sink's."""
     if (sink := oracle.sink()) is None:
         return scores.softmax(-1)
@@ -119,7 +119,7 @@ BUGS = [
         transform(softmax=lambda o, weights: give_sink_to_key(weights, o.x.s - 1))),
     Bug("sink-column-kept", "that drops the weight of a key rather than the sink's, so that values get the weights of other keys",
         "drop the column of the sink's logit: the first if it is concatenated first, the last if last",
-        *(override(softmax=partial(drop_key, sink_first=sink_first), mask_weights=lambda o, weights: weights) for sink_first in (True, False))),
+        *(override(softmax=lambda o, scores, first=first: drop_key(o, scores, first), mask_weights=lambda o, weights: weights) for first in (True, False))),
     Bug("empty-slots-visible", "that attends to the slots of its cache that are still empty", "mask the slots that no token was written to: slots <= position of the query",
         *(transform(softmax=partial(attend_to_empty_slots, slots=2**n, is_single=is_single)) for n in range(3, 14) for is_single in (True, False))),
     Bug("scores-unsummed", "whose scores are not summed over the head's entries, so that each entry has weights of its own",
