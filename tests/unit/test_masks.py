@@ -322,6 +322,7 @@ def test_invalid_masks_raise(make: Any, error: type[Exception], words: list[str]
         (mh.Causal() & mh.Lengths(torch.tensor([1, 2, 3])), ["Lengths", "3", "2"]),
         (~mh.Prefix(torch.tensor([1, 2, 3])), ["Prefix", "3", "2"]),
         (mh.Documents(torch.zeros(3, 6).long()), ["Documents", "[3, 6]", "2"]),
+        (mh.Causal() & ~mh.SameToken(torch.zeros(2, 5).long()), ["SameToken", "s = 6 keys", "[2, 5]"]),
         (mh.Documents(torch.zeros(6).long(), queries=torch.zeros(4).long()), ["queries", "[4]", "5"]),
     ],
     ids=str,
@@ -378,9 +379,9 @@ def test_a_rule_of_another_shape_raises(kernel: str) -> None:
 
 
 def test_empty_ids_match_nothing() -> None:
-    q = torch.randn(1, 2, 3, 4)
+    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 0, 4)
     mask = mh.Documents(torch.zeros(0).long())
-    assert not mh.attention(q, q, q, mask=mask, kernel="chunked").any()
+    assert not mh.attention(q, k, k, mask=mask, kernel="chunked").any()
     assert "■" not in mask.draw(3, 3)
 
 

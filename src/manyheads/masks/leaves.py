@@ -310,7 +310,8 @@ class Ids(Mask):
     """A query attends to the keys with its own id: the base class of Documents, SameToken, AfterSameToken.
 
     Key j has the id ids[j]. Without `queries`, the query at position i has the id ids[i]; with it, the query
-    in row r has the id queries[r]. A position outside of the ids matches nothing.
+    in row r has the id queries[r]. A query outside of the ids matches nothing, and so do keys in `table`;
+    attention needs an id for each key.
     """
 
     ids: Tensor
@@ -390,6 +391,11 @@ class Ids(Mask):
                 raise ValueError(
                     f"Expected {field_name} of {name} for b = {shape.b} sequences, got {sizes(ids)}."
                 )
+        if self.ids.shape[-1] < shape.s:  # more are ids of later tokens, which a cache doesn't have yet
+            raise ValueError(
+                f"Expected ids of {name} for at least s = {shape.s} keys, got {sizes(self.ids)}. Pass the "
+                "ids of the whole sequence."
+            )
         if self.queries is not None and self.queries.shape[-1] != shape.t:
             raise ValueError(
                 f"Expected an id in {name}'s queries for each of t = {shape.t} queries, got "
