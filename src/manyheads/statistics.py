@@ -24,6 +24,7 @@ from inspect import signature
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from manyheads import kernels, scores
@@ -32,7 +33,7 @@ from manyheads.masks import FAR, AfterSameToken, Causal, Diagonal, Documents, Fu
 from manyheads.problem import Problem
 from manyheads.shapes import amount, kind, sizes, whole
 
-MAX_BYTES = 2**33  # largest result of `Top` if k is larger than the number of keys
+MAX_BYTES = 2**30  # largest result of `Top` if k is larger than the number of keys
 LEAST = -1e30  # in place of −inf, so that its product with a weight of 0 is 0 and not NaN
 
 
@@ -300,9 +301,10 @@ class Top(Reduction):
                 f"top({self.k}) would take {amount(size)}, and there are only {s} keys. Use top({s})."
             )
         super().begin(problem)
+        self.kept = min(self.k, max(s, 1))  # `pad` adds the others, so that they take no time in tiles
 
     def allocate(self) -> None:
-        shape = *self.lse.shape, self.k
+        shape = *self.lse.shape, self.kept
         self.best = self.lse.new_full(shape, -math.inf)  # the k largest ln w so far
         self.keys = torch.full(shape, -1, device=self.lse.device)  # [b, h, t, k]
 
@@ -319,23 +321,28 @@ class Top(Reduction):
         better = ~(logs <= best[rows][:, -1:])
         widest = int(better.sum(-1).max())
         # Both results are [n, …].
-        values, columns = _left_align(logs, better, widest) if widest <= 16 else _largest(logs, self.k)
+        values, columns = _left_align(logs, better, widest) if widest <= 16 else _largest(logs, self.kept)
         columns = torch.where(values == -math.inf, -1, columns + tile.cols.start)
         # Earlier keys are first, and a stable sort keeps ties in this order.
         merged = torch.cat((best[rows], values), -1).sort(dim=-1, descending=True, stable=True)
-        best[rows] = merged.values[:, : self.k]
-        keys[rows] = torch.cat((keys[rows], columns), -1).gather(-1, merged.indices[:, : self.k])
+        best[rows] = merged.values[:, : self.kept]
+        keys[rows] = torch.cat((keys[rows], columns), -1).gather(-1, merged.indices[:, : self.kept])
 
     def spec(self) -> Spec | None:
-        return Spec(top=self.k) if self.k <= MAX_TOP else None
+        return Spec(top=self.kept) if self.kept <= MAX_TOP else None
 
     def read(self, fused: FusedStatistics) -> None:
-        self.keys = fused["top_keys"][..., : self.k].contiguous()
-        self.best = fused["top_scores"][..., : self.k] - self.lse[..., None]
+        self.keys = fused["top_keys"][..., : self.kept].contiguous()
+        self.best = fused["top_scores"][..., : self.kept] - self.lse[..., None]
         self.best.masked_fill_(self.keys < 0, -math.inf)
 
     def result(self) -> TopKeys:
-        return TopKeys(self.best.exp_().clamp_(max=1.0), self.keys)
+        return self.pad(self.best.exp_().clamp_(max=1.0), self.keys)
+
+    def pad(self, weights: Tensor, keys: Tensor) -> TopKeys:
+        """Return k weights and keys of each row, of those that there are."""
+        missing = (0, self.k - self.kept)
+        return TopKeys(F.pad(weights, missing), F.pad(keys, missing, value=-1))
 
 
 def _left_align(x: Tensor, chosen: Tensor, widest: int) -> tuple[Tensor, Tensor]:

@@ -933,6 +933,7 @@ V, W_O = torch.randn(2, 2, 7, 3), torch.randn(6, 12)
 
 INVALID: list[tuple[Callable[[AttentionMap], Any], type[Exception], list[str]]] = [
     (lambda a: a.top(0), ValueError, ["k", "at least 1", "0"]),
+    (lambda a: a.top(10**7), ValueError, ["top(10000000)", "7 keys", "Use top(7)"]),
     (lambda a: a.top(True), TypeError, ["k", "True"]),
     (lambda a: a.top("x"), TypeError, ["k", "'x'"]),
     (lambda a: a.received(last=0), ValueError, ["last", "at least 1", "0"]),

@@ -168,13 +168,13 @@ class RowTop(Total):
 
     def allocate(self) -> None:
         """Allocate the largest weights so far."""
-        shape = *self.lse.shape, self.given.k
+        shape = *self.lse.shape, self.given.kept
         self.best = self.lse.new_full(shape, -math.inf)  # ln w, [b, h, n, k]
         self.keys = torch.full(shape, FAR, device=self.lse.device)
 
     def block(self, rows: Part, cols: Part) -> Reduction | None:
         """Return the largest weights of the block."""
-        return LargestLogs(min(self.given.k, len(cols)))
+        return LargestLogs(self.given.kept)
 
     def add(self, rows: Part, cols: Part, share: TopKeys) -> None:
         """Merge the largest weights of the block."""
@@ -185,13 +185,13 @@ class RowTop(Total):
         # Blocks arrive in any order. Sorted by key first, a stable sort by weight keeps ties in this order.
         keys, order = keys.sort(dim=-1, stable=True)
         logs, by_weight = logs.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-        k = self.given.k
-        self.best[:, :, rows.rows] = logs[..., :k]
-        self.keys[:, :, rows.rows] = keys.gather(-1, by_weight)[..., :k]
+        kept = self.given.kept
+        self.best[:, :, rows.rows] = logs[..., :kept]
+        self.keys[:, :, rows.rows] = keys.gather(-1, by_weight)[..., :kept]
 
     def result(self) -> TopKeys:
         """Return the weights and keys."""
-        return TopKeys(self.best.exp().clamp_(max=1.0), self.keys.masked_fill_(self.keys == FAR, -1))
+        return self.given.pad(self.best.exp().clamp_(max=1.0), self.keys.masked_fill_(self.keys == FAR, -1))
 
 
 # -- one number per key ------------------------------------------------------------------------------
