@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -80,6 +81,12 @@ def faults(rank: int, ranks: int) -> dict[str, dict[str, Any]]:
         "another mask": {"mask": mh.Window(left=2, right=0) if odd else mh.Causal()},
         "another mask of the same form": {"mask": mh.Documents(torch.arange(n * ranks) // (2 + odd))},
         "another function": {"mask": mh.Rule(RULES[odd])},
+        "a function that raises": {"mask": mh.Causal() & mh.Rule(raise_on_rank_1)},
+        "a function that raises in Ulysses": {
+            "mask": ~mh.Rule(raise_on_rank_1),
+            "x": x[:, :3],
+            "method": "ulysses",
+        },
         "another scale": {"scale": 2.0 if odd else 1.0},
         "another sink": {"sink": torch.full((4,), float(rank))},
         "another bias": {"bias": mh.ALiBi([1.0 + rank] * 4)},
@@ -104,6 +111,12 @@ def faults(rank: int, ranks: int) -> dict[str, dict[str, Any]]:
     }
 
 
+def raise_on_rank_1(b: Any, h: Any, i: Any, j: Any) -> Any:
+    if dist.get_rank() == 1:
+        raise RuntimeError("a failure in a rule")
+    return j <= i
+
+
 RULES = (lambda b, h, i, j: j <= i, lambda b, h, i, j: j < i + 2)
 
 
@@ -115,7 +128,7 @@ def try_faults(mesh: DeviceMesh) -> dict[str, str]:
         x = arguments.pop("x", torch.zeros(1, 4, 6, 8))
         try:
             distributed.attention(x, x, x, mesh=mesh, **arguments)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             errors[name] = str(error)
         good = torch.ones(1, 4, 6, 8)
         assert bool((distributed.attention(good, good, good, mesh=mesh) == 1).all()), name

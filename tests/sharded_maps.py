@@ -23,7 +23,7 @@ from manyheads import AttentionMap, Causal, Diagonal, SameToken, Window, measure
 from manyheads.distributed import balanced_positions, sharded_map
 from manyheads.distributed.sharded_map import ShardedMap
 from tests.cases import FACTORS, Case, build, make, pairwise, specs
-from tests.sharded import TOKENS, positions_of
+from tests.sharded import TOKENS, positions_of, raise_on_rank_1
 
 SIZES = (
     (2, 4, 2, 24, 24, 8, 8),
@@ -255,6 +255,8 @@ def fail(mesh: DeviceMesh, folder: Path) -> dict[str, str]:
         "statistic": message(lambda: smap.statistics("entropy", "nothing")),
         "argument": message(lambda: smap.pooled(99, 1)),
         "other mask": message(lambda: smap.mass(Diagonal(rank))),
+        "failing mask": message(lambda: smap.mass(mh.Rule(raise_on_rank_1))),
+        "failing mask of a map": message(lambda: smap.under(mh.Rule(raise_on_rank_1))),
         "mask": message(lambda: smap.mass(None)),  # type: ignore[arg-type]
         "values": message(lambda: smap.value_norms(x[:, :, :3], torch.ones(3, 16))),
         "changed": message(in_place.entropy),

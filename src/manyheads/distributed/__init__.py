@@ -5,6 +5,7 @@
     positions       which tokens each rank has
     blocks          the attention of some queries of one rank to some keys of another
     route           how far keys travel around a ring
+    rules           errors of functions in masks
     ring            keys travel from rank to rank
     ulysses         each rank computes some heads
     functional      attention, attention_with_map

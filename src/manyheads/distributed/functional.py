@@ -24,9 +24,10 @@ from manyheads.distributed.positions import (
     cut_into_parts,
 )
 from manyheads.distributed.ring import Ring, RingAttention
+from manyheads.distributed.rules import guard, leaves
 from manyheads.functional import autocast
 from manyheads.kernels import partial
-from manyheads.masks import AtPositions, Ids, Mask, Only
+from manyheads.masks import AtPositions, Mask, Only
 from manyheads.problem import Problem
 from manyheads.shapes import kind, sizes, transforms
 
@@ -183,7 +184,7 @@ class _Call(NamedTuple):
             return ulysses.attend(whole, q, k, v, self.group, order, self.kernel, with_lse)
         grad = torch.is_grad_enabled()
         learns_bias = grad and table is not None and table.requires_grad
-        whole = whole.detach()
+        whole = guard(whole.detach())
         if learns_bias and whole.bias is not None:
             # The gradients of blocks have the dtype of the bias: in a higher one, only their sum is rounded.
             whole = replace(whole, bias=whole.bias.map(lambda x: x.to(whole.dtype)))
@@ -279,16 +280,11 @@ def _check(tensors: list[Tensor], whole: Problem, method: str, kernel: str, rank
             f"Expected as many queries as keys on a rank, got q {sizes(q)} and k {sizes(k)}. Distributed "
             "attention is self-attention."
         )
-    for part in _leaves(whole.mask):
+    for part in leaves(whole.mask):
         if isinstance(part, AtPositions | Only):
             raise ValueError(
                 f"Expected a mask of the whole sequence, got {part}, which was placed by a cache or selects "
                 "heads. Pass the mask that it was made from."
-            )
-        if isinstance(part, Ids) and part.ids.shape[-1] < whole.shape.s:
-            raise ValueError(
-                f"Expected {type(part).__name__} to have ids for the {whole.shape.s} tokens of all ranks, "
-                f"got {part.ids.shape[-1]}. Pass the ids of the whole sequence to every rank."
             )
     if whole.bias is not None and not isinstance(whole.bias, ALiBi | Relative | Dense):
         raise TypeError(f"Expected bias to be ALiBi, Relative, Dense or None, got {kind(whole.bias)}.")
@@ -307,8 +303,3 @@ def _check(tensors: list[Tensor], whole: Problem, method: str, kernel: str, rank
             f'Expected numbers of heads that {ranks} ranks divide for method="ulysses", got h = '
             f'{whole.shape.h} query heads and g = {whole.shape.g} key heads. Use method="ring".'
         )
-
-
-def _leaves(mask: Mask | None) -> list[Mask]:
-    """Return a mask and all masks that it is composed of."""
-    return [] if mask is None else [mask, *(leaf for part in mask.parts() for leaf in _leaves(part))]

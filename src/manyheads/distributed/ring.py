@@ -24,6 +24,7 @@ from manyheads.distributed.blocks import add_gradient, block
 from manyheads.distributed.communication import Pending, Transfer, all_reduce, count
 from manyheads.distributed.positions import Part
 from manyheads.distributed.route import Route
+from manyheads.distributed.rules import raise_errors
 from manyheads.kernels import chunked, partial
 from manyheads.problem import Problem
 
@@ -198,6 +199,7 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
         finally:  # also after an error: the next call must not receive this message
             pending.wait()
         packed = received
+    raise_errors(whole, ring.group)
     return merged.finish(q.dtype)
 
 
@@ -266,6 +268,7 @@ def backward(
         arrived, transfers = _send_gradients(ring, ring.ranks - 1, previous, home)
         Pending(transfers, ring.group).wait()
         home.add_part(ring, ring.ranks - 1, arrived)
+    raise_errors(whole, ring.group)
     dk, dv = home.unpack(ring, k.dtype)
     return dq.to(q.dtype), dk, dv, d_table
 

@@ -41,6 +41,7 @@ from manyheads.distributed.positions import (
     cut_into_parts,
 )
 from manyheads.distributed.ring import Packed, Ring, pass_on
+from manyheads.distributed.rules import guard, raise_errors
 from manyheads.distributed.shard_files import locate, write_shards
 from manyheads.distributed.totals import Total, add_block, columns, make_total
 from manyheads.maps import (
@@ -892,7 +893,7 @@ class ShardedMap(BaseMap):
     def _masses(self, mask: Mask) -> tuple[Tensor, Tensor]:
         """Return `masses` in the order of positions."""
         whole = self.problem
-        inside = whole.under(mask)
+        inside = guard(whole.under(mask))
         both = whole.within(mask)
         total = torch.zeros_like(self._lse)
         has_keys = torch.zeros_like(self._lse, dtype=torch.bool)
@@ -903,6 +904,7 @@ class ShardedMap(BaseMap):
             sums, found = statistics.masses(problem, self._lse[:, :, rows.rows], kept)
             total[:, :, rows.rows] += sums
             has_keys[:, :, rows.rows] |= found
+        raise_errors(inside, self._group)
         return total.clamp_(max=1.0), has_keys
 
     # -- files -------------------------------------------------------------------------------------
@@ -942,7 +944,7 @@ class ShardedMap(BaseMap):
 
     def _ring(self, whole: Problem) -> Ring:
         """Return the ring of a problem of the whole sequence."""
-        return Ring(self._group, self.rank, self._parts, whole)
+        return Ring(self._group, self.rank, self._parts, guard(whole))
 
     def _blocks(self, ring: Ring) -> Iterator[tuple[Part, Part, Problem]]:
         """Yield the parts of queries and keys of each block of this rank, and its problem, in one round."""
@@ -972,6 +974,7 @@ class ShardedMap(BaseMap):
             finally:  # also after an error: the next call must not receive this message
                 pending.wait()
             packed = received
+        raise_errors(ring.whole, ring.group)
 
     def _mix_heads(self, share: Tensor) -> Tensor:
         """Return the product `[b, r, s]` of shares `[b, r, t]` and the mean of the heads' weights."""

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from manyheads import kernels
 from manyheads.biases import ALiBi, Bias, Dense, Relative
-from manyheads.distributed.communication import all_reduce, count, explained
-from manyheads.masks import And, Band, Ids, Keys, Lengths, Mask, Not, Or, Prefix
+from manyheads.distributed.communication import agree, all_reduce, count, explained
+from manyheads.distributed.rules import leaves
+from manyheads.masks import And, Band, Ids, Keys, Lengths, Mask, Not, Or, Prefix, Rule
 from manyheads.problem import Problem
 
 
@@ -110,7 +111,17 @@ def attend(
     problem = Problem.of(
         q, k, v, mask=mask, bias=bias, scale=whole.scale, softcap=whole.softcap, sink=sink, offset=0
     )
-    result = kernels.run(problem, kernel)
+    results = []
+
+    def run() -> dict[str, Any]:
+        results.append(kernels.run(problem, kernel))
+        return {}
+
+    if any(isinstance(leaf, Rule) for leaf in leaves(mask)):  # a function that may raise on one rank alone
+        agree(group, run, ())
+    else:
+        run()
+    result = results[0]
     lse = None
     if with_lse:
         with torch.no_grad():

@@ -256,6 +256,8 @@ MESSAGES = {
     "statistic": "ValueError: Expected statistics among entropy, .*, got 'nothing'",
     "argument": "ValueError: Expected pooled to have at most 8 rows, as t = 8, got 99",
     "other mask": r"ValueError: .*got Mass\(mask=Diagonal\(0\), mean=False\) on rank 0",
+    "failing mask": "(ValueError: .*got on rank 1 )?RuntimeError: a failure in a rule",
+    "failing mask of a map": "(ValueError: .*got on rank 1 )?RuntimeError: a failure in a rule",
     "mask": "TypeError: Expected a mask for mass, got None",
     "values": r"ValueError: Expected v to be \[b, g, n, w\] = \[1, 2, 4, w\], the values of",
     "changed": "(ValueError: .*got on rank 1 )?RuntimeError: q or k was changed in place",
