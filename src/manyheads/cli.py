@@ -379,6 +379,12 @@ def view(
             )
         view_atlas(runs[0], port, browser, export)
         return
+    for path in runs:
+        if path.is_dir():
+            raise ValueError(
+                f"Expected files of saved maps, or the folder of one atlas, got the folder {path}. Save maps "
+                "by manyheads show --save, or make an atlas by manyheads atlas."
+            )
     from manyheads import viewer
     from manyheads.viewer.api import Api
 

@@ -6,6 +6,7 @@ typer prints options in groups with rich, whose import takes longer than everyth
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import wrap
@@ -21,6 +22,17 @@ Groups = dict[str, list[tuple[str, str]]]  # by title: names of commands, argume
 
 class HelpCommand(TyperCommand):
     """A command whose help is a page of this module."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. Its errors name options as they are typed, not as Python names them."""
+        try:
+            return super().invoke(ctx)
+        except (ValueError, TypeError) as error:
+            names = [option.name for option in self.params if is_option(option) and "_" in option.name]
+            if names and len(error.args) == 1:
+                found = rf"(?<![\w/.-])({'|'.join(names)})(?![\w/-]|\.\w)"  # not in paths
+                error.args = (re.sub(found, lambda match: f"--{match[0].replace('_', '-')}", str(error)),)
+            raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return what follows the command's name in the usage line."""

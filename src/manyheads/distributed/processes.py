@@ -39,7 +39,7 @@ from manyheads.shapes import real, whole
 
 TIMEOUT = 600.0  # seconds that a process waits for the others
 LOST = 75  # the exit code of a process of `launch` that lost the connection to the others (EX_TEMPFAIL)
-MOST = 4096  # processes that `launch` starts
+MOST = 8  # processes that `launch` starts for each core
 LAUNCHED = "MANYHEADS_LAUNCHED"  # the environment variable that `launch` sets for its processes
 SHUTDOWN = 120  # seconds that processes have for a last checkpoint after Ctrl-C
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -407,14 +407,25 @@ def check_processes(processes: int) -> None:
 
     Raises:
         TypeError: If it isn't an integer.
-        ValueError: If it isn't between 1 and 4,096, or torchrun has started this process.
+        ValueError: If it is less than 1 or more than 8 for each core, or torchrun has started this process.
     """
-    whole(processes, "processes", 1, MOST)
+    whole(processes, "processes", 1)
+    if processes > MOST * _cores():
+        raise ValueError(
+            f"Expected at most {MOST * _cores()} processes, {MOST} for each core of this machine, got "
+            f"{processes}. Start one for each core, or use torchrun on several machines."
+        )
     if is_launched():
         raise ValueError(
             "Expected --processes without torchrun, got both. Leave --processes out: torchrun has started "
             f"{os.environ['WORLD_SIZE']} processes."
         )
+
+
+def _cores() -> int:
+    """Return the number of cores that this process may use."""
+    available = psutil.Process().cpu_affinity() if hasattr(psutil.Process, "cpu_affinity") else None
+    return len(available) if available else os.cpu_count() or 1
 
 
 def launch(processes: int, arguments: Sequence[str]) -> int:
@@ -431,7 +442,7 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
         The exit code: 0, or that of the first process that failed.
 
     Raises:
-        ValueError: If the number isn't between 1 and 4,096, or torchrun has started this process.
+        ValueError: If the number is too small or too large, or torchrun has started this process.
         KeyboardInterrupt: After Ctrl-C.
         SystemExit: After SIGTERM.
         ConnectionError: If a process was killed, or lost the connection to the others.
@@ -444,11 +455,10 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # its messages are said in a sentence below
-    available = psutil.Process().cpu_affinity() if hasattr(psutil.Process, "cpu_affinity") else None
-    cores = len(available) if available else os.cpu_count() or 1
+    print(f"starting {processes} processes", file=sys.stderr, flush=True)
     changes = {
         LAUNCHED: "1",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // processes))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // processes))),
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN),
     }

@@ -160,8 +160,8 @@ class Options:
         parts = processes * self.accumulate
         if self.batch_size % parts:
             raise ValueError(
-                f"Expected batch_size to be a multiple of {parts} ({processes} processes, --accumulate "
-                f"{self.accumulate}), got {self.batch_size}. Choose a --batch-size that {parts} divides."
+                f"Expected batch_size to be a multiple of {parts} (processes: {processes}, accumulate: "
+                f"{self.accumulate}), got {self.batch_size}. Choose one that {parts} divides."
             )
 
     def check_memory(self, vocab: int, processes: int = 1, shards: int = 1) -> None:
@@ -581,7 +581,7 @@ def train(
 ) -> Run:
     """Train a language model in a folder, or resume a run.
 
-    SIGINT and SIGTERM save a checkpoint and raise KeyboardInterrupt.
+    SIGINT and SIGTERM save a checkpoint and raise KeyboardInterrupt; SIGINT before the first step saves none.
 
     Under torchrun, all processes call this with the same arguments and train one model together. They share
     the folder.
@@ -616,38 +616,63 @@ def train(
         processes.join(timeout=timeout, arguments=arguments) as group,
         ExitStack() as stack,
     ):
-        if shard and group.size == 1:
-            raise ValueError(
-                "Expected --shard with several processes, got one. Start more by --processes or torchrun, or "
-                "leave --shard out."
-            )
-        if resume:
-            with group.together():
-                if group.is_first:
-                    if not (out / checkpoint.WRITTEN).is_dir():
-                        checkpoint.check_complete(out)  # before the lock, which is a file in the folder
-                    stack.enter_context(checkpoint.locked(out))
-        else:
-            options = Options(**{"device": "cuda" if torch.cuda.is_available() else "cpu", **given})
-            options.check_parts(group.size)
-            if group.size > 1:
-                own_device(options.device)
-            with group.together():
-                if group.is_first:
-                    files = _check_new(out, options, paths, group.size, group.size if shard else 1)
-                    stack.enter_context(checkpoint.created(out))
-                    # Again: a different process may have written a run before the lock.
-                    checkpoint.check_vacant(out)
-        _check_shared(out, group)
-        if not resume and group.size == 1:
-            run = Run.begin(out, options, files)
-        else:
-            if not resume:
-                group.first_does(lambda: Run.begin(out, options, files))
-                given, paths = {}, ()
-            run = Run.resume(out, given, paths, group, shard=shard)
+        with _explained_interrupt(out, group):
+            run = _set_up(out, given, paths, group, stack, resume=resume, shard=shard)
         _train_steps(run)
     return run
+
+
+def _set_up(
+    out: Path,
+    given: Mapping[str, Any],
+    paths: Sequence[Path],
+    group: Group,
+    stack: ExitStack,
+    *,
+    resume: bool,
+    shard: bool,
+) -> Run:
+    """Start a run, or read one, and lock its folder until the stack is closed."""
+    if shard and group.size == 1:
+        raise ValueError(
+            "Expected --shard with several processes, got one. Start more by --processes or torchrun, or "
+            "leave --shard out."
+        )
+    if resume:
+        with group.together():
+            if group.is_first:
+                if not (out / checkpoint.WRITTEN).is_dir():
+                    checkpoint.check_complete(out)  # before the lock, which is a file in the folder
+                stack.enter_context(checkpoint.locked(out))
+    else:
+        options = Options(**{"device": "cuda" if torch.cuda.is_available() else "cpu", **given})
+        options.check_parts(group.size)
+        if group.size > 1:
+            own_device(options.device)
+        with group.together():
+            if group.is_first:
+                files = _check_new(out, options, paths, group.size, group.size if shard else 1)
+                stack.enter_context(checkpoint.created(out))
+                # Again: a different process may have written a run before the lock.
+                checkpoint.check_vacant(out)
+    _check_shared(out, group)
+    if not resume and group.size == 1:
+        return Run.begin(out, options, files)
+    if not resume:
+        group.first_does(lambda: Run.begin(out, options, files))
+        given, paths = {}, ()
+    return Run.resume(out, given, paths, group, shard=shard)
+
+
+@contextmanager
+def _explained_interrupt(out: Path, group: Group) -> Iterator[None]:
+    """Print what Ctrl-C before the first step leaves."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        rest = "continue with --resume" if (out / "state.json").exists() else "nothing was saved"
+        _console(group).print(f"stopped before the first step; {rest}")
+        raise
 
 
 def _check_new(

@@ -197,8 +197,13 @@ def test_the_launcher_is_silent_after_a_process_that_said_why(codes: dict[int, i
 
 
 def test_processes_that_cannot_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in (0, -1, 5000):
-        with pytest.raises(ValueError, match="processes"):
+    monkeypatch.setattr(processes, "_cores", lambda: 2)
+    processes.check_processes(16)
+    for number, message in (
+        (0, "Expected processes to be at least 1, got 0"),
+        (17, "Expected at most 16 processes, 8 for each core of this machine, got 17. Start one for each"),
+    ):
+        with pytest.raises(ValueError, match=message):
             processes.check_processes(number)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")

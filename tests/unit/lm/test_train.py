@@ -282,3 +282,36 @@ def test_an_interrupted_command_exits_with_130(
     monkeypatch.setattr(Run, "advance", stopped)
     words = ["train", "--out", tmp_path / "run", "--data", text, "--steps", 50, "--context", 32]
     assert command(*words)[0] == 130
+
+
+def test_ctrl_c_before_the_first_step_says_what_is_saved(
+    text: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [
+        "train",
+        "--out",
+        tmp_path / "run",
+        "--data",
+        text,
+        "--steps",
+        2,
+        "--context",
+        32,
+        "--device",
+        "cpu",
+    ]
+
+    def interrupted(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "train_tokenizer", interrupted)
+        code, _, errors = command(*words)
+    assert code == 130
+    assert errors.endswith("stopped before the first step; nothing was saved\n")
+    assert not (tmp_path / "run").exists()
+    assert command(*words)[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "restore", interrupted)
+        code, _, errors = command("train", "--out", tmp_path / "run", "--resume", "--steps", 4)
+    assert (code, errors) == (130, "stopped before the first step; continue with --resume\n")

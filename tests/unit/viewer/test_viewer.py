@@ -640,6 +640,7 @@ def test_wrong_input_to_the_command_raises_one_sentence(tmp_path: Path, run_comm
     broken.write_bytes(good.read_bytes()[:-40])
     for arguments, words in (
         ((tmp_path / "none.safetensors",), "Expected a file"),
+        ((folder,), f"Expected files of saved maps, or the folder of one atlas, got the folder {folder}."),
         ((broken,), "broken.safetensors"),
         ((good, "--layer", "0"), "Expected --layer, --head, --full and --yes with --export only"),
         ((good, "--export", tmp_path / "x.png"), "Expected --export to end in .html"),
