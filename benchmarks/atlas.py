@@ -1,12 +1,11 @@
 """Time an atlas of the shipped model, compared with its plain forward passes; measure its memory.
 
-    python benchmarks/atlas.py time TEXT... [--rounds 3]
+    python benchmarks/atlas.py time TEXT...
     python benchmarks/atlas.py memory TEXT
 
-`time` reads the same windows, in the same batches, with the same kernel and one thread, in three ways, in
-turns: the plain forward passes of the model, these without the logits, which an atlas doesn't need, and the
-whole command, from the files to the tables. It prints medians, their ratios and what 10 million tokens take
-at that speed.
+`time` records an atlas with one thread, from the files to the tables. Beside each batch that is measured, it
+runs the plain forward pass of the model on the same tokens, and this pass without the logits, which an atlas
+doesn't need: in random order, so that all three are timed under the same load.
 
 `memory` simulates corpora of 1, 10 and 100 million tokens, each in its own process: the text is repeated to
 that size and surveyed, one shard is read, of which 20 batches are measured, and the result is merged as often
@@ -15,14 +14,17 @@ as there are shards.
 
 from __future__ import annotations
 
-import statistics
+import random
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated
+from unittest.mock import patch
 
 import torch
 import typer
@@ -36,51 +38,41 @@ from manyheads.text import models
 app = typer.Typer()
 
 
-def batches(found: corpus.Corpus, model: models.Model, length: int, size: int) -> list[torch.Tensor]:
-    """Return the tokens of all batches, `[b, t]` each."""
-    return [
-        torch.tensor([window.ids for window in windows])
-        for shard, parts in enumerate(found.shards)
-        for windows, _ in recording.batches(
-            (w for part in parts for w in corpus.windows(found, part, model.encode, length)),
-            shard,
-            length,
-            size,
-        )
-    ]
-
-
 @app.command(name="time")
-def measure_time(text: list[Path], rounds: int = 3) -> None:
+def measure_time(text: list[Path]) -> None:
     torch.set_num_threads(1)
     model = models.load()
-    length = model.context or 512
-    ids = batches(corpus.survey(text), model, length, 4096 // length)
-    tokens = sum(each.numel() for each in ids)
     assert model.hidden is not None
-    plain, layers, whole = [], [], []
-    for n in range(rounds + 1):
+    seconds = dict.fromkeys(("plain", "layers", "measured"), 0.0)
+    tokens = batches = 0
+    add = Meter.add
+
+    def add_timed(meter: Meter, windows: Sequence[corpus.Window], names: Sequence[str]) -> None:
+        nonlocal tokens, batches
+        ids = torch.tensor([window.ids for window in windows])  # [b, t]
+        tokens, batches = tokens + ids.numel(), batches + 1
+        forward = {"plain": model.module, "layers": model.hidden}
+        runs = {name: partial(run, ids) for name, run in forward.items()}
+        runs["measured"] = partial(add, meter, windows, names)
+        for name in random.sample(sorted(runs), 3):  # the first one finds cold caches
+            start = time.perf_counter()
+            with torch.no_grad():
+                runs[name]()
+            seconds[name] += time.perf_counter() - start
+
+    with tempfile.TemporaryDirectory() as folder, patch.object(Meter, "add", add_timed):
         start = time.perf_counter()
-        with torch.no_grad():
-            for each in ids:
-                model.module(each)
-            without = time.perf_counter()
-            for each in ids:
-                model.hidden(each)
-        middle = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            atlas.record(model, text, Path(folder) / "atlas")
-        if n:  # the first round is a warm-up
-            plain.append(without - start)
-            layers.append(middle - without)
-            whole.append(time.perf_counter() - middle)
-    a, b, c = (statistics.median(each) for each in (plain, whole, layers))
-    print(f"torch {torch.__version__}, 1 thread, {tokens:,} tokens in {len(ids)} batches, {rounds} rounds")
+        atlas.record(model, text, Path(folder) / "atlas")
+        whole = time.perf_counter() - start - seconds["plain"] - seconds["layers"]
+    plain, layers, measured = seconds.values()
+    print(f"torch {torch.__version__}, 1 thread, {tokens:,} tokens in {batches} batches")
     print(
-        f"plain forward {a:.2f} s ({tokens / a:,.0f} tokens/s), atlas {b:.2f} s ({tokens / b:,.0f} tokens/s)"
+        f"plain forward passes: {plain:.2f} s, {tokens / plain:,.0f} tokens/s; without logits {layers:.2f} s"
     )
-    print(f"without logits {c:.2f} s; atlas / without logits: {b / c:.2f}")
-    print(f"atlas / plain: {b / a:.2f}; 10 million tokens at this speed: {1e7 / tokens * b / 60:.0f} minutes")
+    print(
+        f"atlas: {whole:.2f} s, {tokens / whole:,.0f} tokens/s; without its batches {whole - measured:.2f} s"
+    )
+    print(f"atlas / plain: {whole / plain:.2f}; atlas / without logits: {whole / layers:.2f}")
 
 
 def peak() -> float:
