@@ -779,6 +779,7 @@ BY_NAME: dict[str, type[Reduction]] = {
     "sink_weight": SinkWeight,
     "divergence": Divergence,
 }
+SIGNATURES = {name: signature(reduction) for name, reduction in BY_NAME.items()}  # slow to compute
 
 
 def make_reductions(requested: Mapping[str, Any]) -> dict[str, list[Reduction]]:
@@ -819,7 +820,7 @@ def arguments(name: str, given: Any) -> dict[str, Any]:
     Raises:
         TypeError: If they don't match the statistic's signature.
     """
-    parameters = signature(BY_NAME[name])
+    parameters = SIGNATURES[name]
     keyword = given if isinstance(given, dict) else {}
     positional = () if isinstance(given, dict) else given if isinstance(given, tuple) else (given,)
     try:
