@@ -217,7 +217,9 @@ def _read_environment() -> tuple[int, int]:
             f"Expected RANK and WORLD_SIZE as torchrun sets them, got {os.environ['RANK']!r} and "
             f"{os.environ['WORLD_SIZE']!r}. Start the processes by torchrun, or unset both."
         )
-    if size > 1 and not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT", "").isdecimal()):
+    port = os.environ.get("MASTER_PORT", "")
+    is_port = port.isdecimal() and 0 < int(port) < 65536  # PyTorch raises a TypeError for others
+    if size > 1 and not (os.environ.get("MASTER_ADDR") and is_port):
         raise ValueError(
             "Expected MASTER_ADDR and MASTER_PORT as torchrun sets them, got "
             f"{os.environ.get('MASTER_ADDR')!r} and {os.environ.get('MASTER_PORT')!r}. Start the processes "

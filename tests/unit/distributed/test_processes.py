@@ -115,6 +115,10 @@ def test_torchrun_with_one_process_is_a_process_alone(monkeypatch: pytest.Monkey
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "http"},
             "got 'localhost' and 'http'",
         ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "99999"},
+            "got 'localhost' and '99999'",
+        ),
     ],
 )
 def test_an_environment_that_is_not_of_torchrun(
