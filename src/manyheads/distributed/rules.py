@@ -61,9 +61,8 @@ def raise_errors(problem: Problem, group: Any) -> None:
     guards = [function for function in rules if isinstance(function, Guard)]
 
     def check() -> dict[str, Any]:
-        for each in guards:
-            if each.error is not None:
-                raise each.error
+        for error in (each.error for each in guards if each.error is not None):
+            raise error
         return {}
 
     if guards:
