@@ -5,7 +5,8 @@
 
 `time` records an atlas with one thread, from the files to the tables. Beside each batch that is measured, it
 runs the plain forward pass of the model on the same tokens, and this pass without the logits, which an atlas
-doesn't need: in random order, so that all three are timed under the same load.
+doesn't need: in random order, so that other processes, which share the caches, slow down all three. It prints
+CPU times and their ratios.
 
 `memory` simulates corpora of 1, 10 and 100 million tokens, each in its own process: the text is repeated to
 that size and surveyed, one shard is read, of which 20 batches are measured, and the result is merged as often
@@ -55,15 +56,15 @@ def measure_time(text: list[Path]) -> None:
         runs = {name: partial(run, ids) for name, run in forward.items()}
         runs["measured"] = partial(add, meter, windows, names)
         for name in random.sample(sorted(runs), 3):  # the first one finds cold caches
-            start = time.perf_counter()
+            start = time.process_time()
             with torch.no_grad():
                 runs[name]()
-            seconds[name] += time.perf_counter() - start
+            seconds[name] += time.process_time() - start
 
     with tempfile.TemporaryDirectory() as folder, patch.object(Meter, "add", add_timed):
-        start = time.perf_counter()
+        start = time.process_time()
         atlas.record(model, text, Path(folder) / "atlas")
-        whole = time.perf_counter() - start - seconds["plain"] - seconds["layers"]
+        whole = time.process_time() - start - seconds["plain"] - seconds["layers"]
     plain, layers, measured = seconds.values()
     print(f"torch {torch.__version__}, 1 thread, {tokens:,} tokens in {batches} batches")
     print(

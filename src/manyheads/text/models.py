@@ -33,6 +33,7 @@ from manyheads.tokens import TokenizedText
 SHIPPED = "shipped"  # the name of the model that comes with the package
 # Names that configurations use for the length of the longest text that a model reads.
 CONTEXTS = ("max_position_embeddings", "max_encoder_position_embeddings", "n_positions", "max_seq_len")
+MARGIN = 64  # tokens after the last one that may share a character with it
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,8 @@ def _load_checkpoint(name: str, folder: Path | None) -> Model:
         # A space is added, so that a "the" at the start is the same token as later ones.
         added = 0 if text[:1].isspace() else 1
         encoding = tokenizer.encode(" " * added + text)
+        if limit is not None:
+            encoding.truncate(limit + MARGIN)
         spans = [(max(0, start - added), stop - added) for start, stop in encoding.offsets]
         tokens = TokenizedText.from_spans(text, spans, encoding.tokens)
         return encoding.ids[:limit], tokens[:limit]
