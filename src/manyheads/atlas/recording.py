@@ -235,6 +235,8 @@ class _Run:
         done = 0
         for windows, names in batches(self.windows(shard), shard, self.plan.length, self.plan.batch_size):
             self.meter.add(windows, names)
+            if processes.is_orphan():
+                raise KeyboardInterrupt  # the launcher was killed, and a new start needs the folder
             done += sum(len(window.tokens.text.encode()) for window in windows)
             self._update(done)
         return self.meter.summary

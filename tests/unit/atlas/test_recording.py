@@ -314,6 +314,16 @@ def test_a_shard_that_is_cut_short_is_an_error_and_is_measured_again(
         atlas.open(tmp_path / "out")
 
 
+def test_processes_of_a_launcher_that_was_killed_end(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("manyheads.distributed.processes.is_orphan", lambda: True)
+        with pytest.raises(KeyboardInterrupt):
+            record(folder, tmp_path / "out")
+    record(folder, tmp_path / "out")
+
+
 def test_a_full_disk_is_one_sentence_and_nothing_is_left(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
