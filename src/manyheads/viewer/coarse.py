@@ -40,8 +40,8 @@ class Strip(NamedTuple):
 class CoarseLevels:
     """The means and maxima of the cells of several levels of a head, in float16 times 2^15, NaN if masked.
 
-    The first level is stored in strips, because they need half of the memory if the mask is causal. The
-    third and coarser levels are computed from sums of the third level and maxima of the level before.
+    The first two levels are stored in strips, which need half of the memory if the mask is causal. The third
+    and coarser levels are computed from the sums and maxima of the third.
 
     Args:
         problem: The problem of one sequence and one head.
@@ -52,11 +52,10 @@ class CoarseLevels:
     def __init__(self, problem: Problem, cells: Sequence[Cell], side: int) -> None:
         self.problem, self.cells, self.side = problem, cells, side
         self.queries, self.keys = range(problem.shape.t), range(problem.shape.s)
-        self._strips: dict[int, Strip] = {}  # by row of tiles
-        second, third = (count_cells(self.queries, self.keys, cell) for cell in cells[1:3])
-        self._second = torch.full((2, *second), math.nan, dtype=torch.float16)
-        self._third_sums = torch.zeros(third)
-        self._levels: list[Tensor] = []  # from the second on, [2, r, c]
+        self._strips: dict[tuple[int, int], Strip] = {}  # of the first two levels, by level and row of tiles
+        third = count_cells(self.queries, self.keys, cells[2])
+        self._sums, self._largest = torch.zeros(third), torch.full(third, MASKED, dtype=torch.float16)
+        self._levels: list[Tensor] = []  # from the third on, [2, r, c]
 
     @property
     def nbytes(self) -> int:
@@ -80,46 +79,47 @@ class CoarseLevels:
         """
         fine, coarse, third = self.cells[:3]
         packed = (cells * SCALE).masked_fill_(masked, math.nan).half()
-        y, row = divmod(rows.start // fine.rows, self.side)
-        if y not in self._strips:
-            self._strips[y] = self._empty_strip(y)
-        first, strip = self._strips[y]
-        write_corner(strip[:, row:, cols.start // fine.cols - first :], packed)
+        self._write(0, rows, cols, packed)
         size = ratio(coarse, fine)
         sums = pool_sum(cells[0] * areas(rows, cols, fine), *size)
-        means = sums * SCALE / areas(rows, cols, coarse)
         largest = pool_max(packed[1].nan_to_num(nan=MASKED), *size)
-        pooled = torch.stack((means.half(), largest)).masked_fill_(largest == MASKED, math.nan)
-        i, j = rows.start // coarse.rows, cols.start // coarse.cols
-        write_corner(self._second[:, i:, j:], pooled)
+        self._write(1, rows, cols, _pack(sums, areas(rows, cols, coarse), largest))
         # A cell of the third level may be in several calls.
         height, width = ratio(third, coarse)
-        (i, top), (j, left) = divmod(i, height), divmod(j, width)
-        parts = pool_sum(F.pad(sums, (left, 0, top, 0)), height, width)
-        self._third_sums[i : i + len(parts), j : j + parts.shape[1]] += parts
+        (i, top), (j, left) = divmod(rows.start // coarse.rows, height), divmod(cols.start // coarse.cols, width)
+        edges = left, 0, top, 0
+        sums = pool_sum(F.pad(sums, edges), height, width)
+        largest = pool_max(F.pad(largest, edges, value=MASKED), height, width)
+        region = slice(i, i + len(sums)), slice(j, j + sums.shape[1])
+        self._sums[region] += sums
+        self._largest[region] = torch.maximum(self._largest[region], largest)
 
-    def _empty_strip(self, y: int) -> Strip:
+    def _write(self, level: int, rows: range, cols: range, cells: Tensor) -> None:
+        """Write cells of the first or second level into their strip."""
+        cell = self.cells[level]
+        y, row = divmod(rows.start // cell.rows, self.side)
+        if (level, y) not in self._strips:
+            self._strips[level, y] = self._empty_strip(level, y)
+        first, strip = self._strips[level, y]
+        write_corner(strip[:, row:, cols.start // cell.cols - first :], cells)
+
+    def _empty_strip(self, level: int, y: int) -> Strip:
         """Return a strip for all cells of a row of tiles that a query may attend to."""
-        height = self.side * self.cells[0].rows
+        cell = self.cells[level]
+        height = self.side * cell.rows
         rows = self.queries[y * height : (y + 1) * height]
         cols = self.visible_keys(rows)
-        shape = count_cells(rows, cols, self.cells[0])
-        return Strip(cols.start // self.cells[0].cols, torch.full((2, *shape), math.nan, dtype=torch.float16))
+        shape = count_cells(rows, cols, cell)
+        return Strip(cols.start // cell.cols, torch.full((2, *shape), math.nan, dtype=torch.float16))
 
     def finish(self) -> None:
         """Compute the levels after the second."""
-        sums = self._third_sums
-        self._levels = [self._second]
-        del self._second, self._third_sums
-        for finer, cell, next_cell in zip(
-            self.cells[1:-1], self.cells[2:], (*self.cells[3:], None), strict=True
-        ):
-            largest = pool_max(self._levels[-1][1].nan_to_num(nan=MASKED), *ratio(cell, finer))
-            means = sums * SCALE / areas(self.queries, self.keys, cell)
-            level = torch.stack((means.half(), largest))
-            self._levels.append(level.masked_fill_(largest == MASKED, math.nan))
-            if next_cell is not None:
-                sums = pool_sum(sums, *ratio(next_cell, cell))
+        sums, largest, finer = self._sums, self._largest, self.cells[2]
+        del self._sums, self._largest
+        for cell in self.cells[2:]:
+            size = ratio(cell, finer)
+            sums, largest, finer = pool_sum(sums, *size), pool_max(largest, *size), cell
+            self._levels.append(_pack(sums, areas(self.queries, self.keys, cell), largest))
 
     def tile(self, level: int, x: int, y: int) -> Tensor:
         """Return the cells of a tile in column x and row y, `[2, r, c]`.
@@ -133,15 +133,20 @@ class CoarseLevels:
             The cells.
         """
         left, right = x * self.side, (x + 1) * self.side
-        if level:
-            cells = self._levels[level - 1][:, y * self.side : (y + 1) * self.side, left:right]
+        if level > 1:
+            cells = self._levels[level - 2][:, y * self.side : (y + 1) * self.side, left:right]
             return cells.float() / SCALE
-        cell = self.cells[0]
+        cell = self.cells[level]
         rows = self.queries[y * self.side * cell.rows : (y + 1) * self.side * cell.rows]
         cols = self.keys[left * cell.cols : right * cell.cols]
         tile = torch.full((2, *count_cells(rows, cols, cell)), math.nan)
-        if y in self._strips:
-            first, strip = self._strips[y]
+        if (level, y) in self._strips:
+            first, strip = self._strips[level, y]
             part = strip[:, :, max(0, left - first) : max(0, right - first)]
             write_corner(tile[:, :, max(0, first - left) :], part.float() / SCALE)
         return tile
+
+
+def _pack(sums: Tensor, areas: Tensor, largest: Tensor) -> Tensor:
+    """Return means and maxima in float16 times 2^15, NaN if masked, `[2, r, c]`; maxima already are."""
+    return torch.stack(((sums * SCALE / areas).half(), largest)).masked_fill_(largest == MASKED, math.nan)
