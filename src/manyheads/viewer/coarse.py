@@ -85,11 +85,12 @@ class CoarseLevels:
         largest = pool_max(packed[1].nan_to_num(nan=MASKED), *size)
         self._write(1, rows, cols, _pack(sums, areas(rows, cols, coarse), largest))
         # A cell of the third level may be in several calls.
-        height, width = ratio(third, coarse)
-        (i, top), (j, left) = divmod(rows.start // coarse.rows, height), divmod(cols.start // coarse.cols, width)
+        size = ratio(third, coarse)
+        i, top = divmod(rows.start // coarse.rows, size[0])
+        j, left = divmod(cols.start // coarse.cols, size[1])
         edges = left, 0, top, 0
-        sums = pool_sum(F.pad(sums, edges), height, width)
-        largest = pool_max(F.pad(largest, edges, value=MASKED), height, width)
+        sums = pool_sum(F.pad(sums, edges), *size)
+        largest = pool_max(F.pad(largest, edges, value=MASKED), *size)
         region = slice(i, i + len(sums)), slice(j, j + sums.shape[1])
         self._sums[region] += sums
         self._largest[region] = torch.maximum(self._largest[region], largest)
