@@ -53,17 +53,21 @@ class HeadPane {
 
   // Write the name of the head, which says more if another run is compared.
   writeTitle() {
-    const { place, other } = this;
-    this.title.replaceChildren(...(other ? ["difference: ", ...this.nameHead(place), " − ", ...this.nameHead(other)] : this.nameHead(place)));
+    const { place, other } = this, isCompared = Boolean(this.app.state.second);
+    this.title.replaceChildren(...(other ? ["difference: ", ...this.nameHead(place), " − "] : []), ...this.nameHead(other ?? place, isCompared));
     this.canvas.setAttribute("aria-label", `attention weights of ${this.title.textContent}; shift and arrows read single weights`);
   }
 
-  // The name of a head as elements: its numbers first, then its run if there are several or heads are compared, with a part of its
-  // text, and last its module.
-  nameHead(place) {
-    const { second } = this.app.state, { runs } = this.app.info, text = this.app.textOf(place.run, place.batch);
-    const { number, name, heads } = this.app.layer(place);
-    const source = runs.length > 1 || second ? ` · ${runs[place.run].title}${second && text ? `, “${short(text, 32)}”` : ""}` : "";
+  // Whether runs of different texts are compared.
+  get comparesTexts() {
+    const { run, second } = this.app.state, { batch } = this.place;
+    return this.app.textOf(run, batch) !== this.app.textOf(second?.run ?? run, batch);
+  }
+
+  // The name of a head as elements: its numbers first, then its run if there are several or with its text, and last its module.
+  nameHead(place, hasText = this.comparesTexts) {
+    const { runs } = this.app.info, text = this.app.textOf(place.run, place.batch), { number, name, heads } = this.app.layer(place);
+    const source = runs.length > 1 || hasText ? ` · ${runs[place.run].title}${hasText && text ? `, “${short(text, 32)}”` : ""}` : "";
     return [`layer ${number}, head ${heads[place.head]}${source}`, make("span", { class: "module" }, ` ${name}`)];
   }
 

@@ -209,7 +209,7 @@ class SidePanel {
     const text = (from, to) => (tokens.pieces ? tokens.text(from, to) : tokens.keys.slice(from, to).join(" ") + (to === start ? " " : ""));
     const written = tokens.pieces ? text(start, stop) : "", isBlank = !/\S/.test(written) || written.includes("\n");
     const name = isBlank ? tokens.keys[key] : written; // labels mark blanks and the ends of lines
-    const before = text(first, start).replaceAll(/\s+/g, " "), end = lastWords(before, LETTERS);
+    const before = text(first, start).replaceAll(/\s+/g, " "), end = lastWords(before, this.name.hidden ? LETTERS : LETTERS / 2); // two panels are narrow
     const context = make("span", { class: "muted" }, first > 0 || end.length < before.trimStart().length ? `…${end}` : end);
     element.append(make("bdi", {}, context, make("mark", {}, name)), make("span", { class: "muted" }, ` ${count(key)}`));
     return element;

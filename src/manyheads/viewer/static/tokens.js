@@ -15,8 +15,9 @@ function short(name, length) {
 
 // The last whole words of a text, in at most a number of characters, or its last word if that is longer.
 function lastWords(text, most) {
+  if (text.length <= most) return text.trimStart();
   const starts = Array.from(words.segment(text), ({ index }) => index), first = starts.find((index) => text.length - index <= most);
-  return text.slice(first ?? starts.at(-1)).trimStart();
+  return text.slice(first ?? starts.at(-1)).replace(/^[\s\p{P}]+/u, "");
 }
 
 // Shorten a name to a number of pixels.
