@@ -694,7 +694,7 @@ def test_text_in_files_is_text() -> None:
 def test_tokens_of_one_character_have_one_label() -> None:
     text = TokenizedText(("n", "é", "", " 漢字漢字漢字漢字漢字漢字", "", " tail", "or"))
     axes = figures.head(made_map(t=7).labelled(text)).axes[0]
-    assert ticks(axes.xaxis) == ["né", "漢字漢字漢字漢字漢字漢字…", "tailor"]
+    assert ticks(axes.xaxis) == ["né", "漢字漢字漢字漢字漢字…", "tailor"]
     assert axes.xaxis.get_ticklocs().tolist() == [1, 3.5, 5.5]  # the middle of the tokens
     assert axes.xaxis.get_minorticklocs().tolist() == [*range(7)]
     axes = figures.grid([made_map(t=40, h=1)], TokenizedText((" tail", "or") * 20)).axes[0]

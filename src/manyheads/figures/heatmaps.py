@@ -476,6 +476,7 @@ def _join_pieces(axis: XAxis | YAxis, words: Sequence[range]) -> None:
     """Give every token a tick, without a label, and join those of each word by a hairline."""
     axes, place = axis.axes, -TICK_LENGTH / 72  # inches from the edge of the panel
     axis.set_tick_params(length=0, pad=TICK_PAD + TICK_LENGTH)
+    axis.remove_overlapping_locs = False  # otherwise a token with a label would have no tick
     axis.set_ticks([n for word in words for n in word], minor=True)
     axis.set_tick_params(which="minor", length=TICK_LENGTH)
     is_x = isinstance(axis, XAxis)
