@@ -17,7 +17,7 @@ function short(name, length) {
 function lastWords(text, most) {
   if (text.length <= most) return text.trimStart();
   const starts = Array.from(words.segment(text), ({ index }) => index), first = starts.find((index) => text.length - index <= most);
-  return text.slice(first ?? starts.at(-1)).replace(/^[\s\p{P}]+/u, "");
+  return text.slice(first ?? starts.at(-1)).replace(/^[\s\p{P}\p{Sk}]+/u, "");
 }
 
 // Shorten a name to a number of pixels.
