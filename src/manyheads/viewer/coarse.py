@@ -40,8 +40,8 @@ class Strip(NamedTuple):
 class CoarseLevels:
     """The means and maxima of the cells of several levels of a head, in float16 times 2^15, NaN if masked.
 
-    The first two levels are stored in strips, which need half of the memory if the mask is causal. The third
-    and coarser levels are computed from the sums and maxima of the third.
+    The first level is stored in strips, which need half of the memory if the mask is causal. The second is
+    pooled from it on request. Sums and maxima of the third are collected, and give the coarser levels.
 
     Args:
         problem: The problem of one sequence and one head.
@@ -52,7 +52,7 @@ class CoarseLevels:
     def __init__(self, problem: Problem, cells: Sequence[Cell], side: int) -> None:
         self.problem, self.cells, self.side = problem, cells, side
         self.queries, self.keys = range(problem.shape.t), range(problem.shape.s)
-        self._strips: dict[tuple[int, int], Strip] = {}  # of the first two levels, by level and row of tiles
+        self._strips: dict[int, Strip] = {}  # by row of tiles
         third = count_cells(self.queries, self.keys, cells[2])
         self._sums, self._largest = torch.zeros(third), torch.full(third, MASKED, dtype=torch.float16)
         self._levels: list[Tensor] = []  # from the third on, [2, r, c]
@@ -79,11 +79,14 @@ class CoarseLevels:
         """
         fine, coarse, third = self.cells[:3]
         packed = (cells * SCALE).masked_fill_(masked, math.nan).half()
-        self._write(0, rows, cols, packed)
+        y, row = divmod(rows.start // fine.rows, self.side)
+        if y not in self._strips:
+            self._strips[y] = self._empty_strip(y)
+        first, strip = self._strips[y]
+        write_corner(strip[:, row:, cols.start // fine.cols - first :], packed)
         size = ratio(coarse, fine)
         sums = pool_sum(cells[0] * areas(rows, cols, fine), *size)
         largest = pool_max(packed[1].nan_to_num(nan=MASKED), *size)
-        self._write(1, rows, cols, _pack(sums, areas(rows, cols, coarse), largest))
         # A cell of the third level may be in several calls.
         size = ratio(third, coarse)
         i, top = divmod(rows.start // coarse.rows, size[0])
@@ -95,23 +98,13 @@ class CoarseLevels:
         self._sums[region] += sums
         self._largest[region] = torch.maximum(self._largest[region], largest)
 
-    def _write(self, level: int, rows: range, cols: range, cells: Tensor) -> None:
-        """Write cells of the first or second level into their strip."""
-        cell = self.cells[level]
-        y, row = divmod(rows.start // cell.rows, self.side)
-        if (level, y) not in self._strips:
-            self._strips[level, y] = self._empty_strip(level, y)
-        first, strip = self._strips[level, y]
-        write_corner(strip[:, row:, cols.start // cell.cols - first :], cells)
-
-    def _empty_strip(self, level: int, y: int) -> Strip:
+    def _empty_strip(self, y: int) -> Strip:
         """Return a strip for all cells of a row of tiles that a query may attend to."""
-        cell = self.cells[level]
-        height = self.side * cell.rows
+        height = self.side * self.cells[0].rows
         rows = self.queries[y * height : (y + 1) * height]
         cols = self.visible_keys(rows)
-        shape = count_cells(rows, cols, cell)
-        return Strip(cols.start // cell.cols, torch.full((2, *shape), math.nan, dtype=torch.float16))
+        shape = count_cells(rows, cols, self.cells[0])
+        return Strip(cols.start // self.cells[0].cols, torch.full((2, *shape), math.nan, dtype=torch.float16))
 
     def finish(self) -> None:
         """Compute the levels after the second."""
@@ -140,12 +133,23 @@ class CoarseLevels:
         cell = self.cells[level]
         rows = self.queries[y * self.side * cell.rows : (y + 1) * self.side * cell.rows]
         cols = self.keys[left * cell.cols : right * cell.cols]
+        if level == 1:
+            return self._pool_tile(x, y, areas(rows, cols, self.cells[0]), areas(rows, cols, cell))
         tile = torch.full((2, *count_cells(rows, cols, cell)), math.nan)
-        if (level, y) in self._strips:
-            first, strip = self._strips[level, y]
+        if y in self._strips:
+            first, strip = self._strips[y]
             part = strip[:, :, max(0, left - first) : max(0, right - first)]
             write_corner(tile[:, :, max(0, first - left) :], part.float() / SCALE)
         return tile
+
+    def _pool_tile(self, x: int, y: int, fine_areas: Tensor, coarse_areas: Tensor) -> Tensor:
+        """Return a tile of the second level, pooled from those of the first."""
+        height, width = ratio(self.cells[1], self.cells[0])
+        tiles = [[self.tile(0, width * x + i, height * y + j) for i in range(width)] for j in range(height)]
+        means, largest = torch.cat([torch.cat(row, 2) for row in tiles], 1)
+        sums = pool_sum(means.nan_to_num(nan=0.0) * fine_areas, height, width)
+        largest = pool_max(largest.nan_to_num(nan=MASKED), height, width)
+        return torch.stack((sums / coarse_areas, largest)).masked_fill_(largest == MASKED, math.nan)
 
 
 def _pack(sums: Tensor, areas: Tensor, largest: Tensor) -> Tensor:
