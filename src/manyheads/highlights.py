@@ -32,6 +32,7 @@ FINDINGS = 4  # the largest number of findings that are shown, beside the summar
 LONG = 512  # tokens; in longer texts, equal words are named by the words around them, not counted
 AROUND = 12  # the largest number of characters on each side of such a word; wide ones count twice
 SEARCHED = 1024  # the number of tokens, at the start of a text, that are searched for findings
+JOINING = "-‐./:_'’"  # within compounds, such as well-known, names in code and addresses
 MAJORITY = 0.5  # the least score of a pattern, so that it has most of the weight
 ABOVE_UNIFORM = 0.2  # the least difference between a pattern's score and that of a uniform head
 REPEATS = 4  # the least number of repeated tokens from which patterns of repeated tokens are concluded
@@ -392,10 +393,13 @@ def candidate_steps(
 
 
 def explain(query: int, key: int, ids: Sequence[int]) -> Reason | None:
-    """Return the reason why a query may attend to a key: the same token, or the one that followed it."""
+    """Return the reason why a query may attend to a key: the same token, or the one that followed it.
+
+    The token directly before a query is its previous token, even if it also followed the same token.
+    """
     if key != query and ids[key] == ids[query]:
         return "same token"
-    if 0 < key < query and ids[key - 1] == ids[query]:
+    if 0 < key < query - 1 and ids[key - 1] == ids[query]:
         return "after the same token"
     return None
 
@@ -523,16 +527,30 @@ def _count(position: int, tokens: TokenizedText) -> int | None:
 def _surroundings(text: str, start: int, stop: int) -> str:
     """Return a part of a text with a few words before and after it: `…to run the checks…`."""
 
-    def is_cut(n: int, inner: str) -> bool:
-        """Return True if the part can begin or end here with the character `inner`."""
-        return n in (0, len(text)) or (
-            inner.isalnum() and is_boundary(text, n) and not is_within_word(text, n)
-        )
+    def cut(places: range, outward: int, default: int) -> int:
+        """Return the first place between words, and between compounds such as "well-known" if there is one.
+
+        `outward` is −1 where the part begins, and 0 where it ends.
+        """
+
+        def is_within_compound(n: int) -> bool:
+            sign, beyond = (text[at : at + 1] for at in (n + outward, n + 3 * outward + 1))
+            return bool(sign) and sign in JOINING and beyond.isalnum()
+
+        found = [
+            n
+            for n in places
+            if n in (0, len(text))
+            or (text[n - 1 - outward].isalnum() and is_boundary(text, n) and not is_within_word(text, n))
+        ]
+        return next((n for n in found if not is_within_compound(n)), (found or [default])[0])
 
     around = AROUND // 2 if unicodedata.east_asian_width(text[start]) in "FW" else AROUND
-    starts, stops = range(max(0, start - around), start), range(min(len(text), stop + around), stop, -1)
-    first = next((n for n in starts if is_cut(n, text[n])), start)
-    last = next((n for n in stops if is_cut(n, text[n - 1])), stop)
+    starts, stops = (
+        range(max(0, start - around), start),
+        range(min(len(text), stop + around), stop, -1),
+    )
+    first, last = cut(starts, -1, start), cut(stops, 0, stop)
     part = text[first:last]
     shown = printable(part) if text[start:stop].isspace() else " ".join(map(printable, part.split()))
     return f"{'…' if text[:first].strip() else ''}{shown}{'…' if text[last:].strip() else ''}"

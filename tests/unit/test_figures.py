@@ -694,11 +694,15 @@ def test_text_in_files_is_text() -> None:
 def test_tokens_of_one_character_have_one_label() -> None:
     text = TokenizedText(("n", "é", "", " 漢字漢字漢字漢字漢字漢字", "", " tail", "or"))
     axes = figures.head(made_map(t=7).labelled(text)).axes[0]
-    assert ticks(axes.xaxis) == ["n", "é", "", "漢字漢字漢字漢字漢字…", "", "tail", "or"]
+    assert ticks(axes.xaxis) == ["né", "漢字漢字漢字漢字漢字…", "tailor"]
+    assert axes.xaxis.get_ticklocs().tolist() == [1, 3.5, 5.5]  # the middle of the tokens
+    assert axes.xaxis.get_minorticklocs().tolist() == [*range(7)]
     axes = figures.grid([made_map(t=40, h=1)], TokenizedText((" tail", "or") * 20)).axes[0]
     assert ticks(axes.xaxis)[1] == "tailor  2"  # where not all pieces have labels, words do
     figure = figures.head(made_map(t=60), TokenizedText((" tail", "or") * 30))
-    assert ticks(figure.axes[0].xaxis)[:3] == ["tail", "or", "tail"]
+    assert ticks(figure.axes[0].xaxis)[:3] == ["tailor"] * 3
+    axes = figures.grid([made_map(t=40, h=1)], TokenizedText((" ne", "ph", "ew", "s") * 10)).axes[0]
+    assert ticks(axes.xaxis)[:4] == ["nephews  0", "2", "nephews  4", "6"]  # a word is written once
 
 
 @pytest.mark.full

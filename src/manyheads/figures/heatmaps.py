@@ -60,7 +60,7 @@ SPARSE = 5  # the most tokens per label; if fewer labels fit, positions are show
 # Lengths of text in inches.
 LONGEST = 1.5  # the width of a tick label
 CAPTION = 0.16  # the height of a caption of a panel
-TICK_LENGTH = 2  # points
+TICK_LENGTH, TICK_PAD = 2, 3.5  # points: of a tick, and between it and its label
 # Sizes of text in points.
 TICKS, TITLES, TITLE = 8, 9, 11  # of tick labels, of titles of panels and axes, of the title of a figure
 CAPTIONS = 7.5  # of captions of panels
@@ -117,11 +117,19 @@ class Strip(NamedTuple):
 
 
 class Ticks(NamedTuple):
-    """The positions of an axis's ticks, their labels, and the distance between two of them in inches."""
+    """The labels of an axis.
 
-    positions: range
+    Attributes:
+        positions: The position of each label.
+        labels: The labels.
+        distance: The least distance between two of them in inches.
+        joined: The words, and the characters, of several tokens, if each has a label.
+    """
+
+    positions: Sequence[float]
     labels: list[str]
     distance: float
+    joined: Sequence[range] = ()
 
     @property
     def width(self) -> float:
@@ -198,8 +206,6 @@ def draw_row(
         axes.yaxis.set_visible(axes is all_axes[0])
         set_ticks(axes.yaxis, y_ticks)
         set_ticks(axes.xaxis, x_ticks)
-        _join_pieces(axes.yaxis, labels[0], y_ticks)
-        _join_pieces(axes.xaxis, labels[1], x_ticks)
         pad = 10 + 72 * below  # above the label of the bar's end
         set_text(partial(axes.set_title, pad=pad), name, TITLE, room)
         if strips is not None:
@@ -457,23 +463,26 @@ def _format_weight(value: float) -> str:
 
 
 def set_ticks(axis: XAxis | YAxis, ticks: Ticks) -> None:
-    """Put ticks on an axis."""
+    """Put ticks on an axis; the ticks of a word's tokens are joined by a hairline."""
     rotation = "vertical" if ticks.are_vertical and isinstance(axis, XAxis) else "horizontal"
     axis.set_ticks(ticks.positions, ticks.labels, parse_math=False, rotation=rotation)
     axis.set_tick_params(labelsize=8, length=TICK_LENGTH)
     set_families(axis.get_majorticklabels())
+    if ticks.joined:
+        _join_pieces(axis, ticks.joined)
 
 
-def _join_pieces(axis: XAxis | YAxis, tokens: Labels | None, ticks: Ticks) -> None:
-    """Join the ticks of the tokens of a word, or of a character, by hairlines, if every token has a tick."""
-    if not isinstance(tokens, TokenizedText) or len(ticks.positions) < len(tokens):
-        return
+def _join_pieces(axis: XAxis | YAxis, words: Sequence[range]) -> None:
+    """Give every token a tick, without a label, and join those of each word by a hairline."""
     axes, place = axis.axes, -TICK_LENGTH / 72  # inches from the edge of the panel
+    axis.set_tick_params(length=0, pad=TICK_PAD + TICK_LENGTH)
+    axis.remove_overlapping_locs = False  # otherwise a token with a label would have no tick
+    axis.set_ticks([n for word in words for n in word], minor=True)
+    axis.set_tick_params(which="minor", length=TICK_LENGTH)
     is_x = isinstance(axis, XAxis)
     right, up = (0.0, place) if is_x else (place, 0.0)
     shift = ScaledTranslation(right, up, axes.figure.dpi_scale_trans)
     edge = axes.get_xaxis_transform() if is_x else axes.get_yaxis_transform()
-    words = dict.fromkeys(tokens.words)
     spans = [[(word[0], 0.0), (word[-1], 0.0)] for word in words if len(word) > 1]
     lines = LineCollection(
         spans if is_x else [[(y, x) for x, y in span] for span in spans],
@@ -499,16 +508,27 @@ def make_ticks(names: Labels | None, size: int, inches: float, first: int = 0) -
         The ticks.
     """
     step = _round_up(LINE * size / inches)
+    if step == 1 and isinstance(names, TokenizedText):
+        words = list(dict.fromkeys(names.words))
+        labels = [_shorten(names.word(word[0]) or names[word[0]]) for word in words]
+        return Ticks([(word[0] + word[-1]) / 2 for word in words], labels, inches / size, words)
     if names is None or step > SPARSE:
         step = _round_up(max(0.25, 0.15 + 0.075 * len(f"{first + size:,}")) * size / inches - 1e-6)
         positions = range(-first % step, size, step)
         labels = [f"{first + i:,}" for i in positions]
     else:  # if not every token has a label, repeated ones also have positions, and pieces of words the words
-        if isinstance(names, TokenizedText):
-            names = names.names if step == 1 else [names.word(i) or names[i] for i in range(size)]
         positions = range(-first % step, size, step)
+        words = names.words if isinstance(names, TokenizedText) else [range(i, i + 1) for i in range(size)]
+        if isinstance(names, TokenizedText):
+            names = [names.word(i) or names[i] for i in range(size)]
         is_numbered = step > 1 and not _are_places(names)
-        labels = [_shorten(names[i]) + (f"  {first + i}" if is_numbered else "") for i in positions]
+        labels = [
+            "  ".join(
+                ([] if i - step in words[i] else [_shorten(names[i])])  # a word is written once
+                + ([f"{first + i}"] if is_numbered else [])
+            )
+            for i in positions
+        ]
     return Ticks(positions, labels, step * inches / size)
 
 

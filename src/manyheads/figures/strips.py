@@ -40,7 +40,7 @@ def draw_strips(axes: Axes, strips: Strips, shape: tuple[int, int]) -> None:
     above.set(xlim=axes.get_xlim(), ylim=(0, strips.received.max() or 1.0))
     left.stairs(*_bars(strips.entropy, rows), fill=True, color=BARS, orientation="horizontal")
     left.set(ylim=axes.get_ylim(), xlim=(strips.entropy.max() or 1.0, 0))
-    axes.tick_params(axis="y", length=0, pad=72 * (SIZE + 2 * GAP))
+    axes.tick_params(axis="y", which="both", length=0, pad=72 * (SIZE + 2 * GAP))
     received = f"received,\nup to {strips.received.max():.3g}"
     entropy = f"entropy,\nup to {strips.entropy.max():.3g} nats"
     for name, x, side, points in ((received, 1, "left", 4), (entropy, 0, "right", -3)):

@@ -30,7 +30,7 @@ from manyheads.highlights import Finding, HeadScores, Pattern
 from manyheads.maps import AttentionMap
 from manyheads.observe import Recording
 from manyheads.text import models
-from manyheads.tokens import TokenizedText
+from manyheads.tokens import TokenizedText, is_boundary, is_within_word
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -41,6 +41,7 @@ AHEAD = {"next_token", "last_token"}  # scores on later keys, which are masked b
 LONGEST = 32_768  # the largest number of tokens that --long reads
 SHORT = 128  # tokens; in longer texts, scores of uniform heads are near 0, and findings have no outline
 OUTLINE = "#ff5a36"  # of a finding's weight in a picture, and of the end of the trained context
+EXCERPT = 60  # characters of the text in the title of a picture
 CELLS = 128  # approximate number of cells along each side of a small picture
 
 
@@ -368,6 +369,8 @@ def draw(reading: Reading, layer: int, head: int, *, masked: bool = True) -> dic
 def draw_overview(reading: Reading) -> dict[str, Figure]:
     """Draw all heads, with what each of them attends to, and outlines around the weights of the findings.
 
+    The title is the first finding.
+
     Args:
         reading: The text and its maps.
 
@@ -375,9 +378,12 @@ def draw_overview(reading: Reading) -> dict[str, Figure]:
         The figure, keyed by the name of its file.
     """
     captions = [["" if pattern is None else pattern.label for pattern in heads] for heads in reading.patterns]
-    title = reading.summary or "What each head attends to"
-    figure = figures.grid(reading.maps, reading.tokens, captions=captions, title=title + _note(reading))
-    if len(reading.ids) <= SHORT:
+    sentences = [reading.describe(finding) for finding in reading.findings[:1]]
+    title = next(filter(None, (*sentences, reading.summary)), "What each head attends to")
+    is_outlined = bool(reading.findings) and len(reading.ids) <= SHORT
+    title += _source(reading, "the weights that stand out most" if is_outlined else None)
+    figure = figures.grid(reading.maps, reading.tokens, captions=captions, title=title)
+    if is_outlined:
         panels = iter(figure.axes)
         by_head = {
             (layer, head): next(panels)
@@ -402,7 +408,9 @@ def draw_head(reading: Reading, layer: int, head: int, *, masked: bool = True) -
         The figure, keyed by the name of its file.
     """
     amap, tokens = reading.maps[layer], reading.tokens
-    title = reading.title(layer, head) + _note(reading)
+    found = [] if len(reading.ids) > SHORT else reading.findings
+    outlined = [finding for finding in found if (finding.layer, finding.head) == (layer, head)]
+    title = reading.title(layer, head) + _source(reading, "this weight" if outlined else None)
     if masked or not has_masked_keys(amap):
         figure = figures.head(amap, tokens, head=head, title=title)
     else:
@@ -415,10 +423,8 @@ def draw_head(reading: Reading, layer: int, head: int, *, masked: bool = True) -
             titles=(f"{'causal, ' * causal}as the model computes it", COUNTERFACTUAL),
             title=title,
         )
-    if len(reading.ids) <= SHORT:
-        for finding in reading.findings:
-            if (finding.layer, finding.head) == (layer, head):
-                _outline(figure.axes[0], finding)
+    for finding in outlined:
+        _outline(figure.axes[0], finding)
     return {f"layer{layer}-head{head}": _with_context(figure, reading)}
 
 
@@ -427,11 +433,20 @@ def _rename(scores: HeadScores) -> HeadScores:
     return {highlights.SCORES.get(name, name): value for name, value in scores.items()}
 
 
-def _note(reading: Reading) -> str:
-    """Return the line of a title about tokens beyond the trained context, if there are any."""
-    if reading.trained is None:
-        return ""
-    return f"\nbelow the line, tokens from {reading.trained} on are beyond the trained context (extrapolated)"
+def _source(reading: Reading, outlined: str | None) -> str:
+    """Return the lines below a title: the model and its text, what is outlined, and the trained context."""
+    text = " ".join(reading.tokens.text.split())
+    if len(text) > EXCERPT:
+        ends = (n for n in range(EXCERPT, 0, -1) if is_boundary(text, n) and not is_within_word(text, n))
+        text = f"{text[: next(ends, EXCERPT)].rstrip()}…"
+    lines = [f"model: {reading.model} · text: {highlights.quote(text)}"]
+    if outlined is not None:
+        lines[0] += f" · outlined in red: {outlined}"
+    if reading.trained is not None:
+        lines.append(
+            f"below the line, tokens from {reading.trained} on are beyond the trained context (extrapolated)"
+        )
+    return "".join(f"\n{line}" for line in lines)
 
 
 def _outline(axes: Axes, finding: Finding) -> None:

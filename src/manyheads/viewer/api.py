@@ -279,16 +279,19 @@ class Api:
         return self._scores_by_layer[key]
 
     def _compute_scores(self, call: Call, run: int, b: int) -> Generator[None, None, str]:
+        repeats = None
         if isinstance(call, AttentionMap):
             amap = call if call.shape[0] == 1 else call.only(batch=b)
-            columns, sampled = yield from head_scores(amap, self.runs[run].ids(amap))
+            ids = self.runs[run].ids(amap)
+            columns, sampled = yield from head_scores(amap, ids)
+            repeats = None if ids is None else len(ids) - len(ids.unique())
         else:
             columns, sampled = {name: x[b] for name, x in call.columns().items() if name in COLUMNS}, 1
         if first_position(call, b) is None:  # a query and a key with the same number aren't the same token
             columns = {name: x for name, x in columns.items() if name not in POSITIONAL_SCORES}
         plain = {name: [None if x != x else x for x in column.tolist()] for name, column in columns.items()}
         heads = [dict(zip(plain, row, strict=True)) for row in zip(*plain.values(), strict=True)]
-        patterns = [describe_head(head) for head in heads]
+        patterns = [describe_head(head, repeats=repeats) for head in heads]
         return json.dumps({"scores": plain, "sampled": sampled, "patterns": patterns})
 
     # -- weights -----------------------------------------------------------------------------------

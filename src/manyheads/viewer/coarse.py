@@ -40,8 +40,8 @@ class Strip(NamedTuple):
 class CoarseLevels:
     """The means and maxima of the cells of several levels of a head, in float16 times 2^15, NaN if masked.
 
-    The first level is stored in strips, because they need half of the memory if the mask is causal. The
-    third and coarser levels are computed from sums of the third level and maxima of the level before.
+    The first level is stored in strips, which need half of the memory if the mask is causal. The second is
+    pooled from it on request. Sums and maxima of the third are collected, and give the coarser levels.
 
     Args:
         problem: The problem of one sequence and one head.
@@ -53,10 +53,9 @@ class CoarseLevels:
         self.problem, self.cells, self.side = problem, cells, side
         self.queries, self.keys = range(problem.shape.t), range(problem.shape.s)
         self._strips: dict[int, Strip] = {}  # by row of tiles
-        second, third = (count_cells(self.queries, self.keys, cell) for cell in cells[1:3])
-        self._second = torch.full((2, *second), math.nan, dtype=torch.float16)
-        self._third_sums = torch.zeros(third)
-        self._levels: list[Tensor] = []  # from the second on, [2, r, c]
+        third = count_cells(self.queries, self.keys, cells[2])
+        self._sums, self._largest = torch.zeros(third), torch.full(third, MASKED, dtype=torch.float16)
+        self._levels: list[Tensor] = []  # from the third on, [2, r, c]
 
     @property
     def nbytes(self) -> int:
@@ -87,16 +86,17 @@ class CoarseLevels:
         write_corner(strip[:, row:, cols.start // fine.cols - first :], packed)
         size = ratio(coarse, fine)
         sums = pool_sum(cells[0] * areas(rows, cols, fine), *size)
-        means = sums * SCALE / areas(rows, cols, coarse)
         largest = pool_max(packed[1].nan_to_num(nan=MASKED), *size)
-        pooled = torch.stack((means.half(), largest)).masked_fill_(largest == MASKED, math.nan)
-        i, j = rows.start // coarse.rows, cols.start // coarse.cols
-        write_corner(self._second[:, i:, j:], pooled)
         # A cell of the third level may be in several calls.
-        height, width = ratio(third, coarse)
-        (i, top), (j, left) = divmod(i, height), divmod(j, width)
-        parts = pool_sum(F.pad(sums, (left, 0, top, 0)), height, width)
-        self._third_sums[i : i + len(parts), j : j + parts.shape[1]] += parts
+        size = ratio(third, coarse)
+        i, top = divmod(rows.start // coarse.rows, size[0])
+        j, left = divmod(cols.start // coarse.cols, size[1])
+        edges = left, 0, top, 0
+        sums = pool_sum(F.pad(sums, edges), *size)
+        largest = pool_max(F.pad(largest, edges, value=MASKED), *size)
+        region = slice(i, i + len(sums)), slice(j, j + sums.shape[1])
+        self._sums[region] += sums
+        self._largest[region] = torch.maximum(self._largest[region], largest)
 
     def _empty_strip(self, y: int) -> Strip:
         """Return a strip for all cells of a row of tiles that a query may attend to."""
@@ -108,18 +108,12 @@ class CoarseLevels:
 
     def finish(self) -> None:
         """Compute the levels after the second."""
-        sums = self._third_sums
-        self._levels = [self._second]
-        del self._second, self._third_sums
-        for finer, cell, next_cell in zip(
-            self.cells[1:-1], self.cells[2:], (*self.cells[3:], None), strict=True
-        ):
-            largest = pool_max(self._levels[-1][1].nan_to_num(nan=MASKED), *ratio(cell, finer))
-            means = sums * SCALE / areas(self.queries, self.keys, cell)
-            level = torch.stack((means.half(), largest))
-            self._levels.append(level.masked_fill_(largest == MASKED, math.nan))
-            if next_cell is not None:
-                sums = pool_sum(sums, *ratio(next_cell, cell))
+        sums, largest, finer = self._sums, self._largest, self.cells[2]
+        del self._sums, self._largest
+        for cell in self.cells[2:]:
+            size = ratio(cell, finer)
+            sums, largest, finer = pool_sum(sums, *size), pool_max(largest, *size), cell
+            self._levels.append(_pack(sums, areas(self.queries, self.keys, cell), largest))
 
     def tile(self, level: int, x: int, y: int) -> Tensor:
         """Return the cells of a tile in column x and row y, `[2, r, c]`.
@@ -133,15 +127,31 @@ class CoarseLevels:
             The cells.
         """
         left, right = x * self.side, (x + 1) * self.side
-        if level:
-            cells = self._levels[level - 1][:, y * self.side : (y + 1) * self.side, left:right]
+        if level > 1:
+            cells = self._levels[level - 2][:, y * self.side : (y + 1) * self.side, left:right]
             return cells.float() / SCALE
-        cell = self.cells[0]
+        cell = self.cells[level]
         rows = self.queries[y * self.side * cell.rows : (y + 1) * self.side * cell.rows]
         cols = self.keys[left * cell.cols : right * cell.cols]
+        if level == 1:
+            return self._pool_tile(x, y, areas(rows, cols, self.cells[0]), areas(rows, cols, cell))
         tile = torch.full((2, *count_cells(rows, cols, cell)), math.nan)
         if y in self._strips:
             first, strip = self._strips[y]
             part = strip[:, :, max(0, left - first) : max(0, right - first)]
             write_corner(tile[:, :, max(0, first - left) :], part.float() / SCALE)
         return tile
+
+    def _pool_tile(self, x: int, y: int, fine_areas: Tensor, coarse_areas: Tensor) -> Tensor:
+        """Return a tile of the second level, pooled from those of the first."""
+        height, width = ratio(self.cells[1], self.cells[0])
+        tiles = [[self.tile(0, width * x + i, height * y + j) for i in range(width)] for j in range(height)]
+        means, largest = torch.cat([torch.cat(row, 2) for row in tiles], 1)
+        sums = pool_sum(means.nan_to_num(nan=0.0) * fine_areas, height, width)
+        largest = pool_max(largest.nan_to_num(nan=MASKED), height, width)
+        return torch.stack((sums / coarse_areas, largest)).masked_fill_(largest == MASKED, math.nan)
+
+
+def _pack(sums: Tensor, areas: Tensor, largest: Tensor) -> Tensor:
+    """Return means and maxima in float16 times 2^15, NaN if masked, `[2, r, c]`; maxima already are."""
+    return torch.stack(((sums * SCALE / areas).half(), largest)).masked_fill_(largest == MASKED, math.nan)

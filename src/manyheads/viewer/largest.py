@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from manyheads import scores
 from manyheads.maps import AttentionMap
 
 FIRST = 16  # the number of weights that are sorted when a row is read; it doubles whenever they run out
@@ -31,7 +32,8 @@ class LargestWeights:
     """The weights of one head in descending order.
 
     The largest weight of each row bounds the others, so finding the n largest weights of a head reads at most
-    n rows. Weights that are equal within float32's rounding may be in either order.
+    n rows. Weights that are equal within float32's rounding may be in either order. Queries with a single
+    visible key are skipped, because that weight is always 1, unless a sink takes a part of it.
 
     Args:
         amap: The map of one sequence and one head, `[1, 1, t, s]`.
@@ -61,13 +63,20 @@ class LargestWeights:
             if self._heap and float(self._row_max[query]) <= -self._heap[0][0] * (1 + ROUNDING):
                 break
             self._opened += 1
-            self._push(query, 0)
+            if self._has_choice(query):
+                self._push(query, 0)
         if not self._heap:
             return None
         negative, query, rank = heapq.heappop(self._heap)
         key = self._sorted[query][1][rank]
         self._push(query, rank + 1)
         return Weight(query, key, -negative)
+
+    def _has_choice(self, query: int) -> bool:
+        """Return True if the weights of a query aren't determined by the mask."""
+        problem = self._amap.problem
+        visible = scores.visible(problem, slice(query, query + 1), slice(None))
+        return problem.sink is not None or int(visible.expand(1, 1, 1, problem.shape.s).sum()) > 1
 
     def _push(self, query: int, rank: int) -> None:
         """Add the weight of a rank in its row to the heap, unless it is 0 or the row has no more."""

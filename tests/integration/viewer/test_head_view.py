@@ -158,6 +158,47 @@ def test_numbers_in_cells_have_only_true_digits(page: Page) -> None:
             assert abs(float(text) - true) <= unit  # the last digit is right, up to rounding twice
 
 
+def test_a_weight_has_one_format_and_doesnt_break(page: Page) -> None:
+    weights = [1, 0.99987, 0.99996, 0.5, 0.0012, 1.58e-10, 0]
+    body = "return argument.map((weight) => format(weight, 4));"
+    assert run_script(page, "numbers", body, weights) == [
+        "1",
+        "0.9999",
+        "1",
+        "0.5",
+        "0.0012",
+        "1.58e-10",
+        "0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("whose nephew couldn't, watched the ", "watched the "),  # not "couldn't", from its middle
+        ("the cat s", "the cat s"),
+        ("read at any length. [", "any length. ["),
+        ("antidisestablishmentarian", "antidisestablishmentarian"),
+    ],
+)
+def test_contexts_start_at_a_word(page: Page, text: str, words: str) -> None:
+    assert run_script(page, "tokens", "return lastWords(argument, 15);", text) == words
+
+
+def test_a_cut_name_of_few_letters_is_left_out(page: Page) -> None:
+    body = """
+        const context = document.createElement("canvas").getContext("2d"), tokens = { whole: () => null };
+        return argument.map((width) => labelOf(context, tokens, ["AutoModel"], 0, 0, false, width));
+    """
+    names = run_script(page, "numbers tokens rulers", body, [30, 50, 200])
+    assert names == ["0", "\u2068AutoM…\u2069 0", "\u2068AutoModel\u2069 0"]
+
+
+def test_strips_of_compared_heads_have_one_scale(page: Page) -> None:
+    body = "return barsOf(argument, [0, 2], 0, 10, 4).map(({ share }) => share);"
+    assert run_script(page, "strips", body, [1, 2]) == [0.25, 0.5]
+
+
 def test_labels_never_overlap_and_the_chosen_one_is_kept(page: Page) -> None:
     rng = np.random.default_rng(1)
     for _ in range(50):
@@ -211,6 +252,10 @@ def test_compared_heads_have_one_scale_and_a_difference(page: Page, served: list
     assert len(tops) == 1
     queries, keys = in_view(notes.first)
     part = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
+    panels = page.locator(".side-panel")
+    expect(panels).to_have_count(2)
+    for n in range(2):
+        expect(panels.nth(n).locator(".top-keys button").first).to_be_visible()
     largest = max(float(first[0, 0][part].max()), float(second[0, 1][part].max()))
     assert largest * 0.999 <= float(tops.pop() or "nan") <= 2.51 * largest
     page.locator("#show label", has_text="difference").click()
@@ -250,8 +295,9 @@ def test_the_next_largest_weights_of_a_head(page: Page, served: list[Server]) ->
     amap = a_map(700)
     opened(page, served, amap, at="#page=head&view=100,600,40")
     loaded(page)
-    wanted = amap[0, 0].flatten().topk(4)
-    for n, (value, place) in enumerate(zip(wanted.values.tolist(), wanted.indices.tolist(), strict=True)):
+    wanted = amap[0, 0, 1:].flatten().topk(4)  # query 0 sees a single key
+    places = (wanted.indices + 700).tolist()
+    for n, (value, place) in enumerate(zip(wanted.values.tolist(), places, strict=True)):
         page.keyboard.press("n")
         expect(page.locator(".note")).to_contain_text(f"weight {n + 1} of this head, in descending order")
         expect(page.locator(".banner")).to_be_hidden()  # it would cover the matrix
@@ -265,9 +311,9 @@ def test_the_next_largest_weights_of_a_head(page: Page, served: list[Server]) ->
     page.keyboard.press("]")
     loaded(page)
     page.locator("#next").click()
-    best = int(amap[0, 1].argmax())
+    best = int(amap[0, 1, 1:].argmax()) + 700
     expect(page.locator(".reading")).to_have_attribute("data-query", str(best // 700))
-    assert math.isclose(exact(page), float(amap[0, 1].max()))
+    assert math.isclose(exact(page), float(amap[0, 1, 1:].max()))
 
 
 def test_a_jump_shows_the_pinned_weight_in_place_of_the_hovered_one(page: Page, served: list[Server]) -> None:
@@ -360,10 +406,10 @@ def test_a_pin_in_pooled_cells_shows_its_own_weight_and_n_zooms_in(page: Page, s
     assert pair(reading) == (701, 333)
     assert reading.inner_text().startswith("weight ")
     page.keyboard.press("n")
-    best = int(amap[0, 0].argmax())
+    best = int(amap[0, 0, 1:].argmax()) + 2_000  # query 0 sees a single key
     expect(note).to_have_attribute("data-level", "0")
     loaded(page)
-    assert exact(page) == float(amap[0, 0].max())
+    assert exact(page) == float(amap[0, 0, 1:].max())
     assert pair(reading) == (best // 2_000, best % 2_000)
 
 

@@ -206,6 +206,7 @@ def test_the_reason_of_a_weight() -> None:
     assert explain(3, 1, IDS) == "after the same token"
     assert explain(3, 2, IDS) is explain(0, 0, IDS) is explain(4, 4, IDS) is None
     assert explain(2, 1, [7, 7, 7]) == "same token"
+    assert explain(2, 1, [7, 8, 7]) is None  # the previous token, which followed the first 7, too
     assert explain(2, 2, [0, 1, 1]) is None  # itself, which needs no other reason
     assert explain(0, 3, IDS) == "same token"  # that comes later, for a head that looks ahead
     assert explain(0, 4, IDS) is None
@@ -384,6 +385,9 @@ def test_in_a_long_text_a_word_is_named_with_the_words_around_it() -> None:
         'that followed an earlier "run".'
     )
     assert say(607, 300, long) == ': "run" of "Werun" attends to "w294" (0.50).'
+    rest = tuple(f" w{n}" for n in range(600))
+    compound = TokenizedText(("a well", "-kept", " old", " ox", " or", " so-", "called", " ox", *rest))
+    assert name_token(3, compound) == '"ox" in "…old ox or…"'  # without a part of a compound
     chinese = TokenizedText(tuple("今天天气很好。我们去公园散步,然后回家。" * 40))
     assert say(26, 6, chinese) == (
         ': "。" in "…今天天气很好。我们去公园散…" attends to "。" in "今天天气很好。我们去公园散…" (0.50).'
@@ -481,8 +485,10 @@ def test_the_overview_says_what_heads_attend_to_and_outlines_the_findings(checkp
                 for found in reading.findings
                 if (found.layer, found.head) == (layer, head)
             ]
-    shown = {text.get_text().replace("\n", " ") for text in figure.texts}
-    assert (reading.summary or "What each head attends to") in shown
+    (title,) = {text.get_text() for text in figure.texts} - {"query", "key"}
+    source = f'model: {reading.model} · text: "'
+    assert title.replace("\n", " ").startswith(f"{reading.describe(reading.findings[0])} {source}")
+    assert "outlined in red" in title
     rows = json.loads(report.to_json(reading, 0, 0, []))["measures"]
     patterns = [pattern for heads in reading.patterns for pattern in heads]
     assert [row["description"] for row in rows] == [p.phrase if p else None for p in patterns]
@@ -661,7 +667,8 @@ def test_people_read_what_they_wrote(text: str, checkpoint: Path) -> None:
     report.draw(reading, 0, 0)["layer0-head0"].savefig(file, format="svg")
     elements = ElementTree.fromstring(file.getvalue()).iter("{http://www.w3.org/2000/svg}text")
     shown = [element.text for element in elements]
-    names = [name for name in reading.tokens.names if name]
+    tokens = reading.tokens
+    names = [tokens.word(word[0]) or tokens[word[0]] for word in dict.fromkeys(tokens.words)]
     keys = shown[: shown.index("key")]
     queries = shown[len(keys) + 1 : shown.index("query")]
     assert keys == queries == names

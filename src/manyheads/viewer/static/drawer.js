@@ -162,6 +162,6 @@ class PairPanel {
     bar.style.width = `${100 * Math.sqrt(weight)}%`;
     const open = () => app.change({ page: "head", run, layer, head, ...pinning(pair) });
     return make("li", {}, make("button", { type: "button", "data-place": `${layer}/${head}`, onclick: open },
-      make("span", { class: "name" }, app.short({ run, layer, head })), bar, make("span", { class: "value", "data-weight": weight }, formatDigits(weight, 4))));
+      make("span", { class: "name" }, app.short({ run, layer, head })), bar, make("span", { class: "value", "data-weight": weight }, format(weight, 4))));
   }
 }

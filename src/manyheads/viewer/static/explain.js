@@ -17,27 +17,27 @@ function explainSteps(steps, app) {
 
 // The steps as [what, value, class].
 function stepsOf(steps) {
-  const rows = [["q·k", number(steps.dot), ""], [`× scale ${number(steps.scale)}`, `= ${number(steps.scaled)}`, ""]];
-  if (steps.softcap !== null) rows.push([`softcap: ${number(steps.softcap)} · tanh(${number(steps.scaled)} / ${number(steps.softcap)})`, `= ${number(steps.capped)}`, ""]);
+  const rows = [["q·k", exactly(steps.dot), ""], [`× scale ${exactly(steps.scale)}`, `= ${exactly(steps.scaled)}`, ""]];
+  if (steps.softcap !== null) rows.push([`softcap: ${exactly(steps.softcap)} · tanh(${exactly(steps.scaled)} / ${exactly(steps.softcap)})`, `= ${exactly(steps.capped)}`, ""]);
   const before = steps.capped ?? steps.scaled;
   if (steps.bias !== null) {
     const sum = before === null ? null : before + steps.bias;
-    rows.push([`${steps.bias < 0 ? "−" : "+"} bias ${number(Math.abs(steps.bias))}`, `= ${number(steps.score ?? sum)}`, ""]);
+    rows.push([`${steps.bias < 0 ? "−" : "+"} bias ${exactly(Math.abs(steps.bias))}`, `= ${exactly(steps.score ?? sum)}`, ""]);
   }
   if (steps.is_masked) {
     rows.push([`masked by ${steps.mask ?? "the bias"}: score`, "= −∞", "result"], ["weight = exp(−∞)", "= 0", "result"]);
     return rows;
   }
-  rows.push(["score", `= ${number(steps.score)}`, "result"]);
-  rows.push([`log-sum-exp of all scores of this query${steps.sink === null ? "" : `, with the sink's ${number(steps.sink)}`}`, number(steps.lse), ""]);
-  rows.push([`weight = exp(${number(steps.score)} − ${inBrackets(steps.lse)})`, `= ${number(steps.weight)}`, "result"]);
-  if (steps.value_norm !== null) rows.push([`× norm of the value ${number(steps.value_norm)}`, `= ${number(steps.contribution)}`, ""]);
-  if (steps.sink_weight !== null) rows.push(["weight of the sink", number(steps.sink_weight), ""]);
+  rows.push(["score", `= ${exactly(steps.score)}`, "result"]);
+  rows.push([`log-sum-exp of all scores of this query${steps.sink === null ? "" : `, with the sink's ${exactly(steps.sink)}`}`, exactly(steps.lse), ""]);
+  rows.push([`weight = exp(${exactly(steps.score)} − ${inBrackets(steps.lse)})`, `= ${number(steps.weight, 4)}`, "result"]);
+  if (steps.value_norm !== null) rows.push([`× norm of the value ${number(steps.value_norm, 4)}`, `= ${number(steps.contribution, 4)}`, ""]);
+  if (steps.sink_weight !== null) rows.push(["weight of the sink", number(steps.sink_weight, 4), ""]);
   return rows;
 }
 
-
-const inBrackets = (x) => (x < 0 ? `(${number(x)})` : number(x));
+const exactly = (x) => number(x, 7); // as float32 has it, so that differences of scores give the weight
+const inBrackets = (x) => (x < 0 ? `(${exactly(x)})` : exactly(x));
 
 // Draw the products of query and key as bars, up for positive ones and down for negative ones.
 function drawProducts(canvas, products, theme) {

@@ -42,7 +42,7 @@ class HeadPage {
       }
     }
     this.root.append(this.side); // after the panes, also for the keyboard
-    this.openPanels(pairs.length === 1 ? pairs[0].filter(Boolean) : []);
+    this.openPanels(pairs.flatMap((pair, n) => pair.filter(Boolean).map((place) => [this.panes[n], place])));
     this.openPicture(pairs.length === 1 && !pairs[0][1] ? pairs[0][0] : null);
     this.saveButtons.update();
     this.layOut();
@@ -50,12 +50,12 @@ class HeadPage {
     if (this.panes.length) pinSelected(this.app, this.panes[0]).catch((error) => this.app.showError(error));
   }
 
-  // Show a side panel for each of these heads: the head of a single pane, or both heads of a difference.
-  openPanels(places) {
-    while (this.panels.length > places.length) this.panels.pop().remove();
-    for (const [n, place] of places.entries()) {
+  // Show a side panel for each of these heads, as [pane, place].
+  openPanels(heads) {
+    while (this.panels.length > heads.length) this.panels.pop().remove();
+    for (const [n, [pane, place]] of heads.entries()) {
       this.panels[n] ??= new SidePanel(this.app, this, this.side);
-      this.panels[n].open(this.panes[0], place, places.length > 1);
+      this.panels[n].open(pane, place, heads.length > 1);
     }
   }
 
@@ -99,15 +99,17 @@ class HeadPage {
   // Give each pane its space. A single matrix is a square, with the side panel in the space beside it, or below on a narrow screen.
   layOut() {
     const width = this.root.clientWidth, { length } = this.panes, isNarrow = width < 760;
+    this.isNarrow = isNarrow;
     this.root.classList.toggle("narrow", isNarrow);
     this.root.classList.toggle("compared", length > 1);
     this.alignHeads(isNarrow);
-    this.side.hidden = !this.panels.length || (this.app.drawer.shown !== null && !isNarrow && width < BOTH); // the drawer takes its place
+    // The drawer, or the second pane, takes the place of the panel.
+    this.side.hidden = !this.panels.length || (!isNarrow && (this.app.drawer.shown !== null ? width < BOTH : width < length * LEAST_PANE + PANEL));
     for (const pane of this.panes) {
       if (!pane.tiles) continue;
       const texts = pane.element.offsetHeight - pane.canvas.offsetHeight;
       const height = isNarrow ? width : this.root.clientHeight - texts;
-      const most = isNarrow ? width - 16 : this.side.hidden ? width / length - 16 : Math.max(LEAST_PANE, width - PANEL - 32);
+      const most = isNarrow ? width - 16 : this.side.hidden ? width / length - 16 : Math.max(LEAST_PANE, (width - PANEL - 16) / length - 16);
       pane.setSpace(most, height);
       const isWide = isNarrow || this.side.hidden;
       pane.element.style.width = isWide ? `${100 / (isNarrow ? 1 : length)}%` : `${Math.max(LEAST_PANE, pane.geometry.width + 16)}px`;
@@ -138,7 +140,23 @@ class HeadPage {
   setLargest(pane, largest) {
     if (pane.largest === largest) return;
     pane.largest = largest;
+    this.drawOthers(pane);
+  }
+
+  drawOthers(pane) {
     for (const other of this.panes) if (other !== pane) other.draw();
+  }
+
+  // Whether a pane has the bar of the colours, which panes beside each other share.
+  hasBar(pane) {
+    return this.isNarrow || pane === this.panes.at(-1);
+  }
+
+  // The upper ends of the scales of strips: the largest numbers in view of all panes.
+  get largestMarginals() {
+    const panes = this.panes.filter(({ marginals }) => marginals);
+    const largest = (name, part) => Math.max(...panes.map(({ marginals, geometry }) => largestOf(marginals[name], geometry[part])));
+    return { received: largest("received", "keys"), entropy: largest("entropy", "queries") };
   }
 
   // The upper end of the scale of colours: the largest weight in view of all panes, rounded up.
@@ -243,7 +261,7 @@ class HeadPage {
       const { query, key, complete } = await json(this.app.client, `largest/${run}/${layer}/${head}/${rank}/${batch}`);
       if (pane.place !== place || !pane.tiles) return;
       if (!complete) return pane.rescan(), this.waitForScan();
-      if (query === null) return this.showRanking(this.app.state.pin, `this head has ${plural(rank, "weight")} above 0`);
+      if (query === null) return this.showRanking(this.app.state.pin, rank ? "this was the last weight above 0" : "no query of this head has several keys to attend to");
       this.rank = rank;
       this.moveTo([query, key]);
       if (pane.geometry.zoom < READABLE) this.flyTo([query, key]); // to where single weights are visible

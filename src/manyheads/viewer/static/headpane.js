@@ -53,18 +53,21 @@ class HeadPane {
 
   // Write the name of the head, which says more if another run is compared.
   writeTitle() {
-    const { place, other } = this;
-    this.title.replaceChildren(...(other ? ["difference: ", ...this.nameHead(place), " − ", ...this.nameHead(other)] : this.nameHead(place)));
+    const { place, other } = this, isCompared = Boolean(this.app.state.second);
+    this.title.replaceChildren(...(other ? ["difference: ", ...this.nameHead(place), " − "] : []), ...this.nameHead(other ?? place, isCompared));
     this.canvas.setAttribute("aria-label", `attention weights of ${this.title.textContent}; shift and arrows read single weights`);
   }
 
-  // The name of a head as elements: its numbers first, then its run if there are several, with a part of its text if runs of
-  // different texts are compared, and last its module.
-  nameHead(place) {
-    const { second, run } = this.app.state, { runs } = this.app.info, { batch } = place;
-    const text = this.app.textOf(place.run, batch), isNeeded = text && this.app.textOf(run, batch) !== this.app.textOf(second?.run ?? run, batch);
-    const { number, name, heads } = this.app.layer(place);
-    const source = runs.length > 1 ? ` · ${runs[place.run].title}${isNeeded ? `, “${short(text, 32)}”` : ""}` : "";
+  // Whether runs of different texts are compared.
+  get comparesTexts() {
+    const { run, second } = this.app.state, { batch } = this.place;
+    return this.app.textOf(run, batch) !== this.app.textOf(second?.run ?? run, batch);
+  }
+
+  // The name of a head as elements: its numbers first, then its run if there are several or with its text, and last its module.
+  nameHead(place, hasText = this.comparesTexts) {
+    const { runs } = this.app.info, text = this.app.textOf(place.run, place.batch), { number, name, heads } = this.app.layer(place);
+    const source = runs.length > 1 || hasText ? ` · ${runs[place.run].title}${hasText && text ? `, “${short(text, 32)}”` : ""}` : "";
     return [`layer ${number}, head ${heads[place.head]}${source}`, make("span", { class: "module" }, ` ${name}`)];
   }
 
@@ -96,6 +99,7 @@ class HeadPane {
       if (this.isComplete) {
         tiles.removeSampled();
         this.showValue();
+        this.page.drawOthers(this); // whose strips have the same scale
         this.page.scanned(this);
         return;
       }
@@ -225,8 +229,9 @@ class HeadPane {
     context.fillRect(0, 0, geometry.width, geometry.height);
     const found = this.paintCells(context, theme, level, visible);
     drawRulers(context, geometry, this.tokens, this.cell, theme);
-    if (!this.other) drawStrips(context, geometry, this.marginals, theme);
-    this.paintBar(context, theme, visible.some(([x, y]) => hasMasked(this.tiles.get(level, x, y))));
+    if (!this.other) drawStrips(context, geometry, this.marginals, this.page.largestMarginals, theme);
+    this.isMasked = visible.some(([x, y]) => hasMasked(this.tiles.get(level, x, y)));
+    if (this.page.hasBar(this)) this.paintBar(context, theme, this.page.panes.some(({ isMasked }) => isMasked));
     this.minimap.draw(geometry, theme, (small, width, height) => this.paintSmall(small, width, height));
     if (this.isComplete && found.sampled > 1) this.rescan();
     this.describe(level, found);
@@ -567,13 +572,7 @@ const LEAST_NORMAL = 2 ** -29, STEP = 2 ** -39; // of float16 divided by 2^15: b
 
 // Format a weight of a tile with at most `digits` significant digits, and only as many as its float16 has.
 function formatCell(weight, digits, isExact) {
-  if (isExact || weight >= LEAST_NORMAL) return formatDigits(weight, digits);
+  if (isExact || weight >= LEAST_NORMAL) return format(weight, digits);
   const known = Math.floor(Math.log10(weight / STEP));
-  return known < 1 ? "< 2e-11" : formatDigits(weight, Math.min(digits, known));
-}
-
-// Format a number with exactly this many significant digits: "0.500", "1.2e-7".
-function formatDigits(weight, digits) {
-  if (weight === 0) return "0";
-  return Math.abs(weight) < 0.001 ? weight.toExponential(digits - 1) : weight.toPrecision(digits);
+  return known < 1 ? "< 2e-11" : format(weight, Math.min(digits, known));
 }

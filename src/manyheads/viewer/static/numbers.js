@@ -98,8 +98,8 @@ const plural = (n, word) => `${count(n)} ${word}${n === 1 ? "" : "s"}`;
 // The size of a matrix, such as "20,000 queries × 3 keys".
 const matrixSize = ([, , t, s]) => `${count(t)} ${t === 1 ? "query" : "queries"} × ${plural(s, "key")}`;
 
-// Format a weight with a number of significant digits.
+// Format a weight with at most this many significant digits, without zeros at its end: "0.5", "1.2e-7".
 function format(weight, digits = 3) {
-  if (weight === 0) return "0";
-  return Math.abs(weight) < 0.001 ? weight.toExponential(digits - 1) : String(Number(weight.toPrecision(digits)));
+  const rounded = Number(weight.toPrecision(digits));
+  return rounded && Math.abs(rounded) < 0.001 ? rounded.toExponential() : String(rounded);
 }

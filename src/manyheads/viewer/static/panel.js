@@ -2,10 +2,11 @@
 // it is.
 
 const PAUSE = 60; // milliseconds that the crosshair must rest before data are requested
-const CONTEXT = 6, LETTERS = 20; // tokens and characters before a key that are shown with it
+const LETTERS = 20; // the largest number of characters before a key that are shown with it
 const CHART = 96; // pixels: the height of the chart of a row
 const AXIS = { left: 44, right: 12, above: 8, below: 20 }; // pixels around the chart
 const HINT = "This is the last query, and its largest weight. Point at another weight to see it here, or pin it by a click or tap.";
+const CHOSEN = "This is the query under the crosshair. Click a key below, or a bar of the chart, to move the crosshair there."; // as long, so that nothing moves
 
 class SidePanel {
   // side: the element that has the panels. isLast: whether the last query is shown, because there is no crosshair.
@@ -52,8 +53,7 @@ class SidePanel {
   update() {
     if (!this.pane?.tiles) return;
     const { pane: { cell }, place } = this, shown = this.app.layer(place), hasWeights = !shown.finest;
-    this.hint.textContent = hasWeights ? HINT : pooledFile(shown);
-    this.hint.hidden = hasWeights && cell !== null;
+    this.hint.textContent = !hasWeights ? pooledFile(shown) : cell === null ? HINT : CHOSEN;
     this.row.hidden = this.parts.hidden = !hasWeights || (cell === null && !this.isLast);
     if (!hasWeights) return this.forget();
     const { run, layer, head, batch } = place, isLast = cell === null;
@@ -192,7 +192,7 @@ class SidePanel {
       bar.style.width = `${(100 * weight) / most}%`;
       const choose = () => this.page.moveTo([this.shown[0], key]);
       return make("li", {}, make("button", { type: "button", onclick: choose, "data-key": key, "aria-label": `key ${this.pane.nameKey(key)}, weight ${format(weight, 4)}` },
-        make("span", { class: "value", "data-weight": weight }, formatDigits(weight, 3)), make("span", { class: "bar" }, bar), this.describeKey(key)));
+        make("span", { class: "value", "data-weight": weight }, format(weight, 4)), make("span", { class: "bar" }, bar), this.describeKey(key)));
     });
     if (sink !== null) items.push(make("li", { class: "muted" }, `The sink takes ${format(sink, 3)} of this query's weight.`));
     this.top.replaceChildren(...(items.length ? items : [make("li", { class: "muted" }, "No key has a weight above 0.")]));
@@ -205,12 +205,12 @@ class SidePanel {
       element.append(`key ${count(key)}`);
       return element;
     }
-    const [start, stop] = tokens.unit(key), [first] = tokens.unit(Math.max(0, start - CONTEXT));
+    const [start, stop] = tokens.unit(key), [first] = tokens.unit(Math.max(0, start - 2 * LETTERS));
     const text = (from, to) => (tokens.pieces ? tokens.text(from, to) : tokens.keys.slice(from, to).join(" ") + (to === start ? " " : ""));
     const written = tokens.pieces ? text(start, stop) : "", isBlank = !/\S/.test(written) || written.includes("\n");
     const name = isBlank ? tokens.keys[key] : written; // labels mark blanks and the ends of lines
-    const before = Array.from(letters.segment(text(first, start).replaceAll(/\s+/g, " ")), ({ segment }) => segment).slice(-LETTERS).join("");
-    const context = make("span", { class: "muted" }, start > 0 ? `…${before}` : "");
+    const before = text(first, start).replaceAll(/\s+/g, " "), end = lastWords(before, this.name.hidden ? LETTERS : LETTERS / 2); // two panels are narrow
+    const context = make("span", { class: "muted" }, first > 0 || end.length < before.trimStart().length ? `…${end}` : end);
     element.append(make("bdi", {}, context, make("mark", {}, name)), make("span", { class: "muted" }, ` ${count(key)}`));
     return element;
   }

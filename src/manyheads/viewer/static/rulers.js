@@ -1,6 +1,7 @@
 // The rulers of a matrix, which name its queries and keys.
 
 const LINE_HEIGHT = 13; // pixels
+const LEAST_NAME = 5; // characters of a name that is cut; if fewer fit, its position is alone
 
 function drawRulers(context, geometry, tokens, chosen, theme) {
   context.save();
@@ -79,7 +80,7 @@ function labelOf(context, tokens, names, n, offset, isAll, width) {
   if (!names) return count(n);
   const number = ` ${count(n)}`, name = (isAll ? null : tokens.whole(n + offset)) ?? names[n];
   const shown = fitting(context, name, width - context.measureText(number).width);
-  return shown === "…" && name !== shown ? count(n) : isolated(shown) + number;
+  return name !== shown && shown.length < LEAST_NAME ? count(n) : isolated(shown) + number;
 }
 
 // Leave out labels that would overlap the one before, or the chosen one. Each has a middle `at` and a `size`, in pixels.

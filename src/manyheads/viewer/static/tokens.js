@@ -1,6 +1,7 @@
 // Tokens as people read them: labels, the words that they are pieces of, and names that fit.
 
 const letters = new Intl.Segmenter(undefined, { granularity: "grapheme" }); // what people see as one character
+const words = new Intl.Segmenter(undefined, { granularity: "word" });
 
 // Enclose a token in Unicode isolates: otherwise a right-to-left token would reorder the text around it.
 const isolated = (name) => `\u2068${name}\u2069`;
@@ -10,6 +11,13 @@ function short(name, length) {
   if (name.length <= length) return name;
   const all = Array.from(letters.segment(name), ({ segment }) => segment);
   return all.length > length ? `${all.slice(0, length - 1).join("")}…` : name;
+}
+
+// The last whole words of a text, in at most a number of characters, or its last word if that is longer.
+function lastWords(text, most) {
+  if (text.length <= most) return text.trimStart();
+  const starts = Array.from(words.segment(text), ({ index }) => index), first = starts.find((index) => text.length - index <= most);
+  return text.slice(first ?? starts.at(-1)).replace(/^[\s\p{P}\p{Sk}]+/u, "");
 }
 
 // Shorten a name to a number of pixels.
