@@ -211,10 +211,10 @@ template <class T, class Op> struct DecodeGradient : FewQueries<T, Op> {
             int64_t h = head % problem.g * (problem.h / problem.g) + row / problem.t;
             T *to = (T *)gradient.dq + ((head / problem.g * problem.h + h) * problem.t + row % problem.t) * problem.d;
             const Real *part = partial_dq + (head * splits * rows + row) * long_row;
-            for (int64_t x = 0; x < problem.d; x++) {
-                Real sum = 0;
-                for (int64_t n = 0; n < splits; n++) sum += part[n * rows * long_row + x];
-                narrow((Real)problem.scale * sum, to[x]);
+            for (int64_t x = 0; x < problem.d; x += LANES) {
+                Vector sum = {};
+                for (int64_t n = 0; n < splits; n++) sum += load(part + n * rows * long_row + x);
+                narrow((Real)problem.scale * sum, to + x, smaller<int64_t>(LANES, problem.d - x));
             }
         }
     }
