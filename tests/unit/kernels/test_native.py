@@ -28,7 +28,7 @@ import manyheads as mh
 from manyheads import kernels, scores
 from manyheads.kernels import chunked, native, operator
 from manyheads.kernels.fused import Spec
-from manyheads.kernels.native import library, rules
+from manyheads.kernels.native import library, passes, rules
 from manyheads.problem import Problem
 from tests.cases import CASES, Case, gradients, make, oracle, over
 from tests.waiting import HANG
@@ -806,6 +806,22 @@ def test_a_gradient_that_comes_in_any_layout() -> None:
     torch.testing.assert_close(
         torch.autograd.grad(lse.sum(), (q, k)), torch.autograd.grad(wide[1].sum(), (q, k))
     )
+
+
+@each_width
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize(("t", "s"), [(1, 1), (6, 8), (6, 64), (6, 65), (7, 64)])
+def test_gradients_that_need_no_output(t: int, s: int, mask: str, dtype: torch.dtype) -> None:
+    """At most 12 queries that share at most 64 keys; two heads share keys here."""
+    case = Case((2, 4, 2, t, s, 17, 9), dtype, mask)
+    inputs, answer = make(case), oracle(make(case))
+    problem = Problem.of(inputs.q, inputs.k, inputs.v, **inputs.arguments())
+    assert passes.needs_output(problem) == (t > 6 or s > 64)
+    for _ in range(3):  # the last with a plan
+        out = mh.attention(inputs.q, inputs.k, inputs.v, **inputs.arguments(), kernel="native")
+        for name, x in ({"out": out} | gradients(out, inputs.leaves(), inputs.upstream)).items():
+            assert not over(x, answer.values[name], answer.errors[name])
 
 
 B, H, T, S = 2, 4, 7, 9

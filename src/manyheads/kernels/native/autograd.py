@@ -14,7 +14,7 @@ from torch._C import _functorch
 from manyheads.kernels import batched, operator
 from manyheads.kernels.native import library
 from manyheads.kernels.native.packing import pack
-from manyheads.kernels.native.passes import CHUNKS, backward, forward, no_memory
+from manyheads.kernels.native.passes import CHUNKS, backward, forward, needs_output, no_memory
 from manyheads.masks import And, Lengths
 from manyheads.problem import Problem
 
@@ -95,13 +95,13 @@ class Plan:
         # The struct of problem.h: 8 sizes, 3 addresses, 16 strides, 2 addresses, …, 2 addresses, …
         self.sizes, self.strides, self.numbers, rest = data[:64], data[88:216], data[232:288], data[304:-16]
         # … and whether scores will be computed again, and the number of threads
-        self.rest, self.rest_with_lse = (
-            rest + struct.pack("=2q", recomputed, torch.get_num_threads()) for recomputed in (False, True)
-        )
+        self.rest = rest + struct.pack("=2q", problem.wants_gradient(), torch.get_num_threads())
         self.fill = struct.Struct(f"=64s3Q128s2Q56s2Q{len(rest) + 16}s").pack
         # A tensor like the log-sum-exp, without its memory.
         self.like_lse = q.new_empty(1, dtype=problem.dtype).expand(self.rows)
-        self.saved = _layout(q, problem.k, problem.v, self.new_out(q), torch.empty_like(self.like_lse))
+        self.needs_output = needs_output(problem)  # does the gradient?
+        self.inputs = _layout(q, problem.k, problem.v)
+        self.outputs = _layout(self.new_out(q), torch.empty_like(self.like_lse), q)
         # The struct `Gradient`: an address, 4 strides, an address, 3 addresses, …
         gradient = library.GRADIENT.pack(*[0] * 17, max(CHUNKS // (shape.b * shape.g), 1))
         self.fill_gradient = struct.Struct(f"=Q4qQ3Q{len(gradient) - 72}s").pack
@@ -117,24 +117,27 @@ class Plan:
         mask = self.mask if n is None or self.mask is None else self.mask.map(lambda _: n)
         return Problem(q, k, v, mask, *self.options)
 
-    def ends(self, n: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def ends(self, n: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return each sequence's first key that isn't padding, and the key after the last, `[b]` each."""
-        if n is None:
-            return self.first, self.last
         if not (n.dtype is torch.int64 and n.shape == self.rows[:1] and n.is_contiguous()):
             n = n.to(torch.int64).expand(self.shape.b).contiguous()
         return (self.shape.s - n, self.last) if self.left else (self.first, n)
 
     def pack(
-        self, q: Tensor, k: Tensor, v: Tensor, ends: Sequence[Tensor | None], out: Tensor, lse: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        first: Tensor | None,
+        last: Tensor | None,
+        out: Tensor | None,
+        lse: Tensor | None,
     ) -> bytes:
         """Return the bytes of the problem with these tensors, as `packing.pack` does."""
-        first, last = ends
         return self.fill(
             self.sizes, q.data_ptr(), k.data_ptr(), v.data_ptr(), self.strides,
-            out.data_ptr(), 0 if lse is None else lse.data_ptr(), self.numbers,
-            0 if first is None else first.data_ptr(), 0 if last is None else last.data_ptr(),
-            self.rest if lse is None else self.rest_with_lse,
+            0 if out is None else out.data_ptr(), 0 if lse is None else lse.data_ptr(), self.numbers,
+            0 if first is None else first.data_ptr(), 0 if last is None else last.data_ptr(), self.rest,
         )  # fmt: skip
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
@@ -142,10 +145,11 @@ class Plan:
         return self.run(q, k, v, self.get_n(mask), None)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, n: Tensor | None, lse: Tensor | None) -> Tensor:
-        """Return the output `[b, h, t, w]`, and fill lse `[b, h, t]`."""
-        out, ends = self.new_out(q), self.ends(n)  # ends must live until the call has returned
+        """Return the output `[b, h, t, w]`, and fill lse `[b, h, t]` if it is given."""
+        out = self.new_out(q)
+        first, last = (self.first, self.last) if n is None else self.ends(n)
         assert library.attend is not None
-        if library.attend(self.pack(q, k, v, ends, out, lse), None, library.width):
+        if library.attend(self.pack(q, k, v, first, last, out, lse), None, library.width):
             raise no_memory(self.shape, q.element_size())
         return out
 
@@ -154,7 +158,14 @@ class Plan:
         return _record(self, q, k, v, self.get_n(mask))
 
     def gradients(
-        self, q: Tensor, k: Tensor, v: Tensor, n: Tensor | None, out: Tensor, lse: Tensor, d_out: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        n: Tensor | None,
+        out: Tensor | None,
+        lse: Tensor | None,
+        d_out: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return the gradients of q, k and v; None if they have to be computed without the plan.
 
@@ -169,17 +180,19 @@ class Plan:
             or _functorch.peek_interpreter_stack() is not None
             or d_out.is_neg()
             or d_out._is_zerotensor()
-            or _layout(q, k, v, out, lse) != self.saved
+            or _layout(q, k, v) != self.inputs
+            or (out is not None and lse is not None and _layout(out, lse, q) != self.outputs)
             or (n is not None and not (n.is_cpu and n.shape in ((1,), self.rows[:1])))
         ):
             return None
-        dq, dk, dv, ends = self.new_dq(q), self.new_dk(k), self.new_dv(v), self.ends(n)
+        dq, dk, dv = self.new_dq(q), self.new_dk(k), self.new_dv(v)
+        first, last = (self.first, self.last) if n is None else self.ends(n)
         gradient = self.fill_gradient(
             d_out.data_ptr(), *d_out.stride(), 0, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
             self.rest_of_gradient,
         )  # fmt: skip
         assert library.differentiate is not None
-        failed = library.differentiate(self.pack(q, k, v, ends, out, lse), gradient, library.width)
+        failed = library.differentiate(self.pack(q, k, v, first, last, out, lse), gradient, library.width)
         return None if failed else (dq, dk, dv)
 
 
@@ -190,14 +203,12 @@ def _allocator(like: Tensor, sizes: tuple[int, ...]) -> Callable[[Tensor], Tenso
     return lambda x: x.new_empty(*sizes)
 
 
-def _layout(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
+def _layout(x: Tensor, y: Tensor, z: Tensor) -> tuple[Any, ...]:
     """Return the shapes, strides and dtypes of tensors, and whether they are on the CPU."""
     # Without a loop, which would take longer than all else.
     return (
-        q.shape, k.shape, v.shape, out.shape, lse.shape,
-        q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(),
-        q.dtype, k.dtype, v.dtype, out.dtype, lse.dtype,
-        q.is_cpu, k.is_cpu, v.is_cpu, out.is_cpu, lse.is_cpu,
+        x.shape, y.shape, z.shape, x.stride(), y.stride(), z.stride(), x.dtype, y.dtype, z.dtype,
+        x.is_cpu, y.is_cpu, z.is_cpu,
     )  # fmt: skip
 
 
@@ -207,27 +218,37 @@ class PlannedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor, n: Tensor | None) -> Tensor:
         """Return the output `[b, h, t, w]`."""
-        lse = torch.empty_like(plan.like_lse)
+        lse = torch.empty_like(plan.like_lse) if plan.needs_output else None
         out = plan.run(q, k, v, n, lse)
         ctx.plan = plan
-        ctx.save_for_backward(out, lse, q, k, v, n)
+        if lse is None:
+            ctx.save_for_backward(q, k, v, n)
+        else:
+            ctx.save_for_backward(q, k, v, n, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
         """Return the gradients, with None for each that isn't needed."""
-        out, lse, *saved = ctx.saved_tensors
-        grads = ctx.plan.gradients(*saved, out, lse, d_out)
+        q, k, v, n, *outputs = ctx.saved_tensors
+        out, lse = outputs or (None, None)
+        grads = ctx.plan.gradients(q, k, v, n, out, lse, d_out)
         if grads is not None:
             return (None, *grads, None)
+        problem = ctx.plan.problem(q, k, v, n)
+        if out is None or lse is None:
+            out, lse, _ = forward(problem.detach())
         needs = (*ctx.needs_input_grad[:4], False, False)
-        tensors = [x for x in saved if x is not None]
-        return (*_gradients(ctx.plan.problem(*saved), out, lse, d_out, None, needs, tensors)[:4], None)
+        tensors = [x for x in (q, k, v, n) if x is not None]
+        return (*_gradients(problem, out, lse, d_out, None, needs, tensors)[:4], None)
 
 
 # `PlannedAttention.apply` without its check for the transforms of torch.func: the check takes 2 of 18 µs, and
 # calls under these transforms have no plan.
 _record = super(torch.autograd.Function, PlannedAttention).apply
+
+# The backward pass without a check that the class doesn't have both `backward` and `vjp`, made at each call.
+PlannedAttention._backward_cls.apply = PlannedAttention.backward
 
 
 def _gradients(

@@ -1,6 +1,7 @@
 // The gradient of a few queries. Keys and values are read once, without packing, by all queries that share them, and their
 // gradients are written once. Scores are computed as in the forward pass (`FewQueries`), with the bits that
-// belong to the log-sum-exp. The work is split along the keys; gradients of queries are summed over the splits in a
+// belong to the log-sum-exp. If all keys are in one step, they suffice: without a given log-sum-exp it is computed again, and
+// the output isn't read. The work is split along the keys; gradients of queries are summed over the splits in a
 // fixed order, so that the bits don't depend on threads.
 #pragma once
 #include "few.h"
@@ -28,6 +29,7 @@ template <class T, class Op> struct DecodeGradient : FewQueries<T, Op> {
         split_size = larger<int64_t>(round_up(round_up(problem.s, gradient.chunks) / gradient.chunks, STEP), SHORT),
         splits = round_up(problem.s, split_size) / split_size;
         allocate(call_storage, array(partial_dq, problem.b * problem.g * splits * rows * long_row));
+        if (!problem.lse) this->packs = rows > UNPACKED_QUERIES;  // no bits of the forward pass are needed
     }
 
     struct Split : Base::Queries {
@@ -64,6 +66,7 @@ template <class T, class Op> struct DecodeGradient : FewQueries<T, Op> {
             copy(split.d_out + row * wide_row, wide_row,
                  row_at<T>(gradient.d_out, gradient.d_out_stride, split.b, h, t), gradient.d_out_stride[3], problem.w);
             this->pack(split, row);
+            if (!problem.lse) continue;
             Real lse = ((const Real *)problem.lse)[place],
                  delta = gradient.d_lse ? -((const Real *)gradient.d_lse)[place] : (Real)0;
             delta += dot(split.d_out + row * wide_row, 1, out, problem.out_stride[3], problem.w);
@@ -138,15 +141,38 @@ template <class T, class Op> struct DecodeGradient : FewQueries<T, Op> {
         keys.end = smaller(keys.end, first + count);
         apply_bias_and_mask<3>(problem, score, split.b, head_of(split, row), row % problem.t, first, count, whole,
                                keys);
-        Vector lse = broadcast(split.lse[row]), delta = broadcast(split.delta[row]);
+        Real reference = problem.lse ? split.lse[row] : largest(score, whole), delta = 0;
+        Vector total = {}, mean = {};
         for (int64_t j = 0; j < whole; j += LANES) {
-            Vector s = load(score + j);
-            Integers visible = s != -INF;
-            Vector weight = exp2(log2_weight(s, lse)), d_score = weight * (load(grad + j) - delta);
-            if (cap_slope) d_score *= load(cap_slope + j);
-            store(score + j, (Vector)((Integers)weight & visible)),
-                store(grad + j, (Vector)((Integers)d_score & visible));
+            Vector s = load(score + j), weight = exp2(log2_weight(s, broadcast(reference)));
+            weight = (Vector)((Integers)weight & (Integers)(s != -INF));
+            store(score + j, weight), total += weight;
         }
+        if (problem.lse) {
+            delta = split.delta[row];
+        } else {
+            Real by = 1 / ::sum(total);  // unless all keys are masked
+            for (int64_t j = 0; j < whole && ::sum(total) > 0; j += LANES) {
+                Vector weight = by * load(score + j);
+                store(score + j, weight), mean += visible(weight, weight * load(grad + j));
+            }
+            delta = ::sum(mean);
+        }
+        for (int64_t j = 0; j < whole; j += LANES) {
+            Vector weight = load(score + j), d_score = weight * (load(grad + j) - delta);
+            if (cap_slope) d_score *= load(cap_slope + j);
+            store(grad + j, visible(weight, d_score));
+        }
+    }
+
+    // Returns x, with zeros where weights are 0: there x may be NaN.
+    INLINE Vector visible(Vector weight, Vector x) { return (Vector)((Integers)x & (Integers)(weight != (Real)0)); }
+
+    // Returns the largest score of a query, or infinity if all are −∞.
+    Real largest(const Real *score, int64_t count) const {
+        Vector top = broadcast(-(Real)INF);
+        for (int64_t j = 0; j < count; j += LANES) top = max(load(score + j), top);
+        return maximum(top) == -INF ? INF : maximum(top);
     }
 
     // Computes gradients of keys or values: to [count, width] = factor · byᵀ · x, where by [rows, STEP], x [rows, line].
@@ -211,10 +237,10 @@ template <class T, class Op> struct DecodeGradient : FewQueries<T, Op> {
             int64_t h = head % problem.g * (problem.h / problem.g) + row / problem.t;
             T *to = (T *)gradient.dq + ((head / problem.g * problem.h + h) * problem.t + row % problem.t) * problem.d;
             const Real *part = partial_dq + (head * splits * rows + row) * long_row;
-            for (int64_t x = 0; x < problem.d; x++) {
-                Real sum = 0;
-                for (int64_t n = 0; n < splits; n++) sum += part[n * rows * long_row + x];
-                narrow((Real)problem.scale * sum, to[x]);
+            for (int64_t x = 0; x < problem.d; x += LANES) {
+                Vector sum = {};
+                for (int64_t n = 0; n < splits; n++) sum += load(part + n * rows * long_row + x);
+                narrow((Real)problem.scale * sum, to + x, smaller<int64_t>(LANES, problem.d - x));
             }
         }
     }

@@ -11,12 +11,13 @@ from manyheads import scores
 from manyheads.biases import ALiBi, Bias, Dense
 from manyheads.kernels import chunked
 from manyheads.kernels.fused import FusedStatistics, Spec
-from manyheads.kernels.native import library
+from manyheads.kernels.native import library, rules
 from manyheads.kernels.native.packing import pack
 from manyheads.kernels.native.statistics import pack_spec
 from manyheads.problem import Problem, Rows
 from manyheads.shapes import Shape, amount
 
+FEW_KEYS = 64  # `DecodeGradient::STEP` in decode_gradient.h
 CHUNKS = 16  # about this many chunks of keys, over all heads, are computed in parallel in a backward pass
 
 
@@ -91,6 +92,14 @@ def backward(
         return chunked.backward(problem, out, lse, d_out, d_lse, list(needs))
 
 
+def needs_output(problem: Problem) -> bool:
+    """Return True if the gradient of a problem needs its output and log-sum-exp.
+
+    A gradient of few queries of few keys computes them again, which is faster than saving them.
+    """
+    return rules.many_queries(problem) or problem.shape.s > FEW_KEYS or problem.sink is not None
+
+
 def differentiate(
     problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, bias: Bias | None
 ) -> list[Tensor | None] | None:
@@ -127,7 +136,9 @@ def differentiate(
         d_lse = d_lse.to(problem.dtype).contiguous()
     if d_out.is_neg() or d_out._is_zerotensor():
         d_out = d_out.resolve_neg() + 0.0  # the library reads memory, so make a real copy
-    data, _held = pack(problem, out, lse)
+    # With the gradient of a bias or of the log-sum-exp, the library needs the latter.
+    again = bias is None and d_lse is None and not needs_output(problem)
+    data, _held = pack(problem, out, None if again else lse)
     assert library.differentiate is not None
     failed = library.differentiate(
         data,

@@ -4,7 +4,7 @@
 
 extern "C" {
 
-constexpr int64_t INTERFACE = 10;  // increased whenever a struct or function changes; Python compares it before any call
+constexpr int64_t INTERFACE = 11;  // increased whenever a struct or function changes; Python compares it before any call
 
 enum Dtype : int64_t { FLOAT32, BFLOAT16, FLOAT16, FLOAT64 };
 
@@ -35,7 +35,8 @@ struct Problem {
     int64_t threads;
 };
 
-// The inputs of the gradient besides a problem with out and lse, and where the results are written.
+// The inputs of the gradient besides a problem with out and lse, and where the results are written. If at most 12 queries
+// share a head of at most 64 keys, without d_lse, d_bias, d_slopes and sink, lse may be null; then out is not read.
 struct Gradient {
     const void *d_out;  // [b, h, t, w], of the problem's dtype
     int64_t d_out_stride[4];
