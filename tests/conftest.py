@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Hashable, Iterator
 from io import BytesIO, TextIOWrapper
 from itertools import combinations, groupby
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import hypothesis
 import pytest
+from filelock import FileLock
 
 # With workers that compile, a process can wait five minutes for them when it ends (pytorch/pytorch#162199).
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -140,6 +142,24 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(12):
         (folder / f"{i}.txt").write_text(f"The {i}th file says: one two three four.\n" * 20)
     return folder
+
+
+@pytest.fixture(scope="session")
+def build_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """Return a folder that a function fills, in the first process of pytest-xdist that needs it, for all."""
+    root = tmp_path_factory.getbasetemp().resolve()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+    def build(name: str, fill: Callable[[Path], None]) -> Path:
+        folder = root / name
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                unfinished = Path(tempfile.mkdtemp(dir=root))
+                fill(unfinished)
+                unfinished.rename(folder)
+        return folder
+
+    return build
 
 
 class Ran(NamedTuple):

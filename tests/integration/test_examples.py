@@ -1,7 +1,6 @@
 """What the README and the docs show runs: each Python block, each command, and CI runs the README's own two.
 
-The findings need libraries that the other tests don't: `.ci/run` installs the extra `findings` and runs what
-finds something once more.
+Some need libraries that the everyday tests don't: `.ci/run` installs them before it runs the full tier.
 """
 
 from __future__ import annotations
@@ -39,7 +38,12 @@ GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *GUIDES]
 PAGES += sorted((ROOT / "docs" / "explanation").glob("*.md"))
 PEERS = ("x_transformers", "labml_nn", "keras", "jax", "diffusers")  # the extras `findings`, `diffusion`
-SLOW = ("export-to-onnx", "check-homework-in-ci")  # guides whose examples take seconds
+SLOW = (  # guides whose examples take seconds or need another extra
+    "check-homework-in-ci",
+    "export-to-onnx",
+    "run-on-our-kernel",
+    "which-words-shape-a-generated-picture",
+)
 OPTIONAL = {"onnx": ("manyheads.onnx", "onnx")}  # by extra: what shows that a text needs it, and a package
 
 
@@ -224,13 +228,12 @@ def test_a_script_of_the_examples_runs(path: Path, tmp_path: Path) -> None:
     assert done.stdout
     for name in re.findall(r"wrote (\S+)", done.stdout):
         assert (tmp_path / name).stat().st_size > 5_000
+    if path.stem == "training_log":
+        check_that_every_head_is_logged(tmp_path / "training_log.csv")
 
 
-@pytest.mark.full
-def test_the_training_log_has_every_head(tmp_path: Path) -> None:
-    done = run([sys.executable, str(ROOT / "examples" / "training_log.py")], tmp_path)
-    assert done.returncode == 0, done.stderr
-    with open(tmp_path / "training_log.csv", encoding="utf-8", newline="") as file:
+def check_that_every_head_is_logged(path: Path) -> None:
+    with open(path, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     heads = {(f"layers.{layer}", str(head)) for layer in range(2) for head in range(4)}
     for step in range(0, 121, 20):
@@ -471,8 +474,8 @@ def test_an_atlas_is_recorded_as_in_its_guide(command: str, tmp_path: Path) -> N
     assert manyheads.atlas.open(tmp_path / words[words.index("--out") + 1]).rows("scores")
 
 
-BENCHMARKS = re.findall(
-    r"`python (benchmarks/.*?)`", " ".join(page.read_text(encoding="utf-8") for page in PAGES)
+BENCHMARKS = sorted(
+    set(re.findall(r"`python (benchmarks/.*?)`", " ".join(page.read_text(encoding="utf-8") for page in PAGES)))
 )
 
 

@@ -1,7 +1,6 @@
 """Attention of real libraries passes, with the commands that docs/checker.md shows.
 
-The findings need libraries that the other tests don't: `.ci/run` installs the extra `findings` and runs these
-once more.
+They need libraries that the everyday tests don't: `.ci/run` installs them before it runs the full tier.
 """
 
 from __future__ import annotations

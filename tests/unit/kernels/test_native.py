@@ -194,17 +194,19 @@ def test_every_width_on_the_table(width: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def emulated(build_once: Callable[..., Path]) -> dict[str, str]:
     """The environment of a library whose tiles are plain loops: the build for AMX on any processor."""
     if "avx2" not in library.supported:
         pytest.skip("the build for AMX needs vectors of AVX2")
-    folder = tmp_path_factory.mktemp("emulated")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MANYHEADS_TILES", "emulated")
-        patch.chdir(ROOT)
-        left_out = runpy.run_path("setup.py")["compile_to"](folder / "native.so", folder / "objects")
-    assert left_out == {}
-    return {"MANYHEADS_LIBRARY": str(folder / "native.so"), "MANYHEADS_WIDTH": "amx", "OMP_NUM_THREADS": "2"}
+
+    def build(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MANYHEADS_TILES", "emulated")
+            patch.chdir(ROOT)
+            assert runpy.run_path("setup.py")["compile_to"](folder / "native.so", folder / "objects") == {}
+
+    built = build_once("emulated", build) / "native.so"
+    return {"MANYHEADS_LIBRARY": str(built), "MANYHEADS_WIDTH": "amx", "OMP_NUM_THREADS": "2"}
 
 
 @pytest.mark.full
