@@ -59,7 +59,8 @@ def settings_of(item: Any) -> set[Any]:
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Mark as `full` or `exhaustive` what the everyday tier leaves out of a test marked `sampled` or `every`.
 
-    Of a test marked `every(n)`, each n-th set of parameters runs every day, the first included.
+    Of a test marked `every(n)`, each n-th set of parameters runs every day, the first included, and the
+    others are `full`; of one marked `every(n, "full")`, each n-th is `full`, and the others `exhaustive`.
 
     A test marked `sampled` runs with few of the parameters, in which every value of each occurs, chosen
     greedily: the same ones in every run. `sampled("kernel")` does so for each kernel,
@@ -69,8 +70,12 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     for _, group in groupby(items, lambda item: item.nodeid.partition("[")[0]):
         settings = {}
         for n, item in enumerate(group):
-            if (marker := item.get_closest_marker("every")) and n % marker.args[0]:
-                item.add_marker("full")
+            if marker := item.get_closest_marker("every"):
+                step, tier = (*marker.args, "everyday")[:2]
+                if n % step:
+                    item.add_marker("full" if tier == "everyday" else "exhaustive")
+                elif tier == "full":
+                    item.add_marker("full")
             if marker := item.get_closest_marker("sampled"):
                 if all(item.callspec.params[name] == value for name, value in marker.kwargs.items()):
                     settings[item] = settings_of(item)

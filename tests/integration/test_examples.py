@@ -474,9 +474,8 @@ def test_an_atlas_is_recorded_as_in_its_guide(command: str, tmp_path: Path) -> N
     assert manyheads.atlas.open(tmp_path / words[words.index("--out") + 1]).rows("scores")
 
 
-BENCHMARKS = sorted(
-    set(re.findall(r"`python (benchmarks/.*?)`", " ".join(page.read_text(encoding="utf-8") for page in PAGES)))
-)
+TEXTS = " ".join(page.read_text(encoding="utf-8") for page in PAGES)
+BENCHMARKS = sorted(set(re.findall(r"`python (benchmarks/.*?)`", TEXTS)))
 
 
 @pytest.mark.full
