@@ -258,7 +258,7 @@ FINDINGS = blocks(PAGE)
 [JUDGED] = re.findall(r"PyTorch ([\d.]+) on a CPU", PAGE.read_text(encoding="utf-8"))
 
 
-@pytest.mark.full
+@pytest.mark.every(3, "full")  # they are about other libraries
 @pytest.mark.parametrize("block", FINDINGS, ids=[str(n) for n in range(len(FINDINGS))])
 def test_a_finding_of_the_docs_is_true(block: str, tmp_path: Path) -> None:
     """Run the script, which asserts what the page says, in a process of its own."""
