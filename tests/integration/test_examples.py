@@ -366,6 +366,7 @@ COMMANDS = sorted({command for page in PAGES for command in commands(page) if " 
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_check_reports_what_its_page_shows(
     command: str, run_command: Callable[..., Any], folder: Path
