@@ -365,7 +365,7 @@ FOUND: dict[str, tuple[set[str], list[str]]] = {
 COMMANDS = sorted({command for page in PAGES for command in commands(page) if " check " in command})
 
 
-@pytest.mark.full
+@pytest.mark.every(2, "full")
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_check_reports_what_its_page_shows(

@@ -32,7 +32,7 @@ def test_the_page_lists_the_classes():
     assert [name for name in LISTED.split() if name not in commands] == []
 
 
-@pytest.mark.every(3, "full")
+@pytest.mark.every(6, "full")
 @pytest.mark.parametrize("command", [command for _, command in ROWS], ids=[name for name, _ in ROWS])
 def test_a_real_class_passes(
     command: str, run_command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

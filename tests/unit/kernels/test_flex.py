@@ -431,7 +431,7 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-@pytest.mark.every(3, "full")
+@pytest.mark.every(4, "full")
 @needs_compiler
 @pytest.mark.parametrize("mask", [*MASKS, *VALID_RULES])
 def test_masks_are_written_into_a_kernel(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,7 +439,7 @@ def test_masks_are_written_into_a_kernel(mask: str, monkeypatch: pytest.MonkeyPa
     into_a_kernel(Case((2, 4, 2, 6, 9, 16, 16), mask=mask if mask in MASKS else "none"), mask, monkeypatch)
 
 
-@pytest.mark.every(3, "full")
+@pytest.mark.every(4, "full")
 @needs_compiler
 @pytest.mark.parametrize("bias", BIASES)
 def test_biases_are_written_into_a_kernel(bias: str, monkeypatch: pytest.MonkeyPatch) -> None:
