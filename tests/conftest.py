@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import heapq
 import os
-import random
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Hashable, Iterator
 from io import BytesIO, TextIOWrapper
 from itertools import combinations, groupby
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import hypothesis
 import pytest
+from filelock import FileLock
 
 # With workers that compile, a process can wait five minutes for them when it ends (pytorch/pytorch#162199).
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -53,44 +54,55 @@ def settings_of(item: Any) -> set[Any]:
     return found
 
 
+def cover(settings: dict[Any, set[Any]]) -> Iterator[Any]:
+    """Yield few keys that together have every setting, chosen greedily: the same ones in every run."""
+    left = set().union(*settings.values())
+    queue = [(-len(found), n, key) for n, (key, found) in enumerate(settings.items())]
+    heapq.heapify(queue)
+    while left:
+        _, n, key = heapq.heappop(queue)  # the one with most settings, the first among equals
+        gain = len(settings[key] & left)
+        if queue and (-gain, n) > queue[0][:2]:  # others have become fewer too, but never more
+            heapq.heappush(queue, (-gain, n, key))
+        else:
+            left -= settings[key]
+            yield key
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` is applied
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Mark as `full` or `exhaustive` what the everyday tier leaves out of a test marked `sampled` or `every`.
 
-    Of a test marked `every(n)`, each n-th set of parameters runs every day, the first included.
+    Of a test marked `every(n)`, each n-th set of parameters runs every day, the first included, and the
+    others are `full`; of one marked `every(n, "full")`, each n-th is `full`, and the others `exhaustive`.
 
-    A test marked `sampled` runs with few of the parameters, in which every value of each occurs, chosen
-    greedily: the same ones in every run. `sampled("kernel")` does so for each kernel,
-    `sampled(kernel="auto")` for that one alone. Of the others, `full` are some in which every pair of values
-    of two parameters occurs; all of a test with one parameter.
+    A test marked `sampled` runs with few of the parameters, in which every value of each occurs.
+    `sampled("kernel")` does so for each kernel, `sampled(kernel="auto")` for that one alone. Of the others,
+    `full` are few in which every pair of values of two parameters occurs; all of a test with one parameter.
     """
     for _, group in groupby(items, lambda item: item.nodeid.partition("[")[0]):
         settings = {}
         for n, item in enumerate(group):
-            if (marker := item.get_closest_marker("every")) and n % marker.args[0]:
-                item.add_marker("full")
+            if marker := item.get_closest_marker("every"):
+                step, tier = (*marker.args, "everyday")[:2]
+                if n % step:
+                    item.add_marker("full" if tier == "everyday" else "exhaustive")
+                elif tier == "full":
+                    item.add_marker("full")
             if marker := item.get_closest_marker("sampled"):
                 if all(item.callspec.params[name] == value for name, value in marker.kwargs.items()):
                     settings[item] = settings_of(item)
                 else:
                     item.add_marker("full")
-        left = set().union(*settings.values())
-        queue = [(-len(found), n, item) for n, (item, found) in enumerate(settings.items())]
-        heapq.heapify(queue)
-        while left:
-            _, n, item = heapq.heappop(queue)  # the one with most settings, the first among equals
-            gain = len(settings[item] & left)
-            if queue and (-gain, n) > queue[0][:2]:  # others have become fewer too, but never more
-                heapq.heappush(queue, (-gain, n, item))
-            else:
-                left -= settings.pop(item)
-        paired: set[Any] = set()
-        for item in random.Random(0).sample(list(settings), len(settings)):
-            pairs = {
-                pair for pair in combinations(sorted(settings[item], key=repr), 2) if pair[0][1] != pair[1][1]
-            }
-            item.add_marker("exhaustive" if pairs and pairs <= paired else "full")
-            paired |= pairs
+        for item in list(cover(settings)):
+            del settings[item]
+        pairs = {
+            item: {pair for pair in combinations(sorted(found, key=repr), 2) if pair[0][1] != pair[1][1]}
+            for item, found in settings.items()
+        }
+        paired = set(cover(pairs))
+        for item, found in pairs.items():
+            item.add_marker("full" if item in paired or not found else "exhaustive")
 
 
 def pytest_collection_finish() -> None:
@@ -140,6 +152,24 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(12):
         (folder / f"{i}.txt").write_text(f"The {i}th file says: one two three four.\n" * 20)
     return folder
+
+
+@pytest.fixture(scope="session")
+def build_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """Return a folder that a function fills, in the first process of pytest-xdist that needs it, for all."""
+    root = tmp_path_factory.getbasetemp().resolve()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+    def build(name: str, fill: Callable[[Path], None]) -> Path:
+        folder = root / name
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                unfinished = Path(tempfile.mkdtemp(dir=root))
+                fill(unfinished)
+                unfinished.rename(folder)
+        return folder
+
+    return build
 
 
 class Ran(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -28,8 +29,9 @@ def on_ranks(
     timeout: Seconds after which a collective raises an error.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    context = torch.multiprocessing.spawn(
-        _start, (ranks, str(folder), run, arguments, timeout), nprocs=ranks, join=False
+    multiprocessing.set_forkserver_preload(["manyheads.distributed.functional"])  # and torch, once
+    context = torch.multiprocessing.start_processes(
+        _start, (ranks, str(folder), run, arguments, timeout), ranks, join=False, start_method="forkserver"
     )
     assert context is not None
     try:

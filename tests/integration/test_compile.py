@@ -452,7 +452,7 @@ EXPORTED: dict[str, Any] = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.every(3, "full")
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch.export.load of PyTorch 2.11
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", EXPORTED)

@@ -1,7 +1,6 @@
 """What the README and the docs show runs: each Python block, each command, and CI runs the README's own two.
 
-The findings need libraries that the other tests don't: `.ci/run` installs the extra `findings` and runs what
-finds something once more.
+Some need libraries that the everyday tests don't: `.ci/run` installs them before it runs the full tier.
 """
 
 from __future__ import annotations
@@ -17,9 +16,11 @@ import subprocess
 import sys
 import tomllib
 import urllib.request
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,12 @@ GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *GUIDES]
 PAGES += sorted((ROOT / "docs" / "explanation").glob("*.md"))
 PEERS = ("x_transformers", "labml_nn", "keras", "jax", "diffusers")  # the extras `findings`, `diffusion`
-SLOW = ("export-to-onnx", "check-homework-in-ci")  # guides whose examples take seconds
+SLOW = (  # guides whose examples take seconds or need another extra
+    "check-homework-in-ci",
+    "export-to-onnx",
+    "run-on-our-kernel",
+    "which-words-shape-a-generated-picture",
+)
 OPTIONAL = {"onnx": ("manyheads.onnx", "onnx")}  # by extra: what shows that a text needs it, and a package
 
 
@@ -224,13 +230,12 @@ def test_a_script_of_the_examples_runs(path: Path, tmp_path: Path) -> None:
     assert done.stdout
     for name in re.findall(r"wrote (\S+)", done.stdout):
         assert (tmp_path / name).stat().st_size > 5_000
+    if path.stem == "training_log":
+        check_that_every_head_is_logged(tmp_path / "training_log.csv")
 
 
-@pytest.mark.full
-def test_the_training_log_has_every_head(tmp_path: Path) -> None:
-    done = run([sys.executable, str(ROOT / "examples" / "training_log.py")], tmp_path)
-    assert done.returncode == 0, done.stderr
-    with open(tmp_path / "training_log.csv", encoding="utf-8", newline="") as file:
+def check_that_every_head_is_logged(path: Path) -> None:
+    with open(path, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     heads = {(f"layers.{layer}", str(head)) for layer in range(2) for head in range(4)}
     for step in range(0, 121, 20):
@@ -253,7 +258,7 @@ FINDINGS = blocks(PAGE)
 [JUDGED] = re.findall(r"PyTorch ([\d.]+) on a CPU", PAGE.read_text(encoding="utf-8"))
 
 
-@pytest.mark.full
+@pytest.mark.every(3, "full")  # they are about other libraries
 @pytest.mark.parametrize("block", FINDINGS, ids=[str(n) for n in range(len(FINDINGS))])
 def test_a_finding_of_the_docs_is_true(block: str, tmp_path: Path) -> None:
     """Run the script, which asserts what the page says, in a process of its own."""
@@ -360,18 +365,21 @@ FOUND: dict[str, tuple[set[str], list[str]]] = {
 COMMANDS = sorted({command for page in PAGES for command in commands(page) if " check " in command})
 
 
-@pytest.mark.full
+@pytest.mark.every(2, "full")
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_check_reports_what_its_page_shows(command: str, folder: Path) -> None:
+def test_a_check_reports_what_its_page_shows(
+    command: str, run_command: Callable[..., Any], folder: Path
+) -> None:
     needs((folder / f"{m[1]}.py").read_text() if (m := re.search(r" (\w+)\.py:", command)) else command)
     words = [*shlex.split(command, comments=True)[1:], "--json", "report.json"]
-    done = run([sys.executable, "-m", "manyheads", *words], folder)
-    assert (folder / "report.json").exists(), done.stderr
+    done = run_command(*words)  # in the folder
+    assert (folder / "report.json").exists(), done.err
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     failed = {check["name"] for check in report["checks"] if check["status"] == "failed"}
     names = [one["mistake"] for one in report["diagnosis"]]
     assert (failed, names) == FOUND[words[1]]
-    assert done.returncode == bool(failed)
+    assert done.code == bool(failed)
 
 
 def test_a_recording_is_labelled_as_the_viewers_page_shows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,9 +479,8 @@ def test_an_atlas_is_recorded_as_in_its_guide(command: str, tmp_path: Path) -> N
     assert manyheads.atlas.open(tmp_path / words[words.index("--out") + 1]).rows("scores")
 
 
-BENCHMARKS = re.findall(
-    r"`python (benchmarks/.*?)`", " ".join(page.read_text(encoding="utf-8") for page in PAGES)
-)
+TEXTS = " ".join(page.read_text(encoding="utf-8") for page in PAGES)
+BENCHMARKS = sorted(set(re.findall(r"`python (benchmarks/.*?)`", TEXTS)))
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ import sys
 import tarfile
 import venv
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,14 +31,17 @@ def run(*command: str | Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def built(build_once: Callable[..., Path]) -> tuple[Path, Path]:
     """The sdist, and the wheel built from it."""
     pytest.importorskip("build")
-    to = tmp_path_factory.mktemp("packaging")
-    ignore = shutil.ignore_patterns("native.so", "native.log", "*.egg-info", "__pycache__", ".*", "build")
-    shutil.copytree(ROOT, to / "source", ignore=ignore)
-    run(sys.executable, "-m", "build", "--outdir", to / "dist", to / "source")
-    [sdist], [wheel] = (list((to / "dist").glob(f"*{end}")) for end in (".tar.gz", ".whl"))
+
+    def build(folder: Path) -> None:
+        ignore = shutil.ignore_patterns("native.so", "native.log", "*.egg-info", "__pycache__", ".*", "build")
+        shutil.copytree(ROOT, folder / "source", ignore=ignore)
+        run(sys.executable, "-m", "build", "--outdir", folder / "dist", folder / "source")
+
+    built = build_once("packaging", build) / "dist"
+    [sdist], [wheel] = (list(built.glob(f"*{end}")) for end in (".tar.gz", ".whl"))
     return sdist, wheel
 
 

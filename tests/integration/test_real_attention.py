@@ -1,23 +1,19 @@
 """Attention of real libraries passes, with the commands that docs/checker.md shows.
 
-The findings need libraries that the other tests don't: `.ci/run` installs the extra `findings` and runs these
-once more.
+They need libraries that the everyday tests don't: `.ci/run` installs them before it runs the full tier.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-from tests.waiting import HANG
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "checker.md").read_text(encoding="utf-8")
@@ -36,25 +32,19 @@ def test_the_page_lists_the_classes():
     assert [name for name in LISTED.split() if name not in commands] == []
 
 
-@pytest.mark.full
+@pytest.mark.every(6, "full")
 @pytest.mark.parametrize("command", [command for _, command in ROWS], ids=[name for name, _ in ROWS])
-def test_a_real_class_passes(command: str, tmp_path: Path):
+def test_a_real_class_passes(
+    command: str, run_command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = shlex.split(command)[1]
     library = target.partition(":")[0].partition(".")[0]
     if library in LIBRARIES and find_spec(library) is None:
         pytest.skip(f"{library} is not installed: pip install -c constraints.txt '.[findings]'")
     if library == "timm" and find_spec("torchvision") is None:
         command = command.replace(target, "tests/corpus/real/timm_layers.py:Attention")
+    monkeypatch.chdir(ROOT)
     report = tmp_path / "report.json"
-    arguments = [*shlex.split(command), "--json", str(report)]
-    done = subprocess.run(
-        [sys.executable, "-m", "manyheads", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_command(*shlex.split(command), "--json", report)
+    assert done.code == 0, done.out + done.err
     assert json.loads(report.read_text(encoding="utf-8"))["verdict"] == "passed"

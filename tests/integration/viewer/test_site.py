@@ -1,6 +1,6 @@
 """The documentation: its links, and the viewer's pages that it embeds, which follow the theme of the site.
 
-They need Sphinx: `pip install -c constraints.txt -e '.[docs]'`. `.ci/run` runs them after it built the site.
+They need Sphinx: `pip install -c constraints.txt -e '.[docs]'`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,14 +34,16 @@ EMBEDDING = {
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built without running the lessons."""
-    folder = tmp_path_factory.mktemp("site").resolve()
-    options = ["-q", "-W", "-D", "nb_execution_mode=off", "-d", folder / "doctrees"]
-    command = [sys.executable, "-m", "sphinx", *options, DOCS, folder / "html"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
-    assert done.returncode == 0, done.stderr
-    return folder / "html"
+def site(build_once: Callable[..., Path]) -> Path:
+    """The site, built as for its readers: the lessons are run, and warnings are errors."""
+
+    def build(folder: Path) -> None:
+        options = ["-q", "-W", "-d", folder / "doctrees"]
+        command = [sys.executable, "-m", "sphinx", *options, DOCS, folder / "html"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
+        assert done.returncode == 0, done.stderr
+
+    return build_once("site", build) / "html"
 
 
 @pytest.mark.parametrize("name", EMBEDDING, ids=str)

@@ -74,7 +74,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ring(ranks: int, tmp_path: Path) -> None:
-    check(ranks, tmp_path, CASES[ranks - 2 :: 3])
+    check(ranks, tmp_path, CASES[ranks - 2 :: 9])
 
 
 @pytest.mark.full

@@ -104,10 +104,12 @@ def check(folder: Path, cases: Sequence[tuple[int, str, Case]], ranks: int) -> N
             close(top.weights, picked, case, f"{layout} {n} ranks: weights of the keys of top")
 
 
-@pytest.mark.full
-def test_every_statistic_of_the_table_of_cases(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "first", [pytest.param(0, marks=pytest.mark.full), pytest.param(6, marks=pytest.mark.exhaustive)]
+)
+def test_every_statistic_of_the_table_of_cases(first: int, tmp_path: Path) -> None:
     """On 1 to 4 ranks, in four layouts of positions."""
-    check(tmp_path, [(1 + n % 4, LAYOUTS[n // 4 % 4], case) for n, case in enumerate(CASES[::6])], 4)
+    check(tmp_path, [(1 + n % 4, LAYOUTS[n // 4 % 4], case) for n, case in enumerate(CASES[first::12])], 4)
 
 
 @pytest.mark.full

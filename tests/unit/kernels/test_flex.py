@@ -278,7 +278,7 @@ def test_table(case: Case) -> None:
     check_all(inputs, {"out": out, "lse": lse})
 
 
-@pytest.mark.full
+@pytest.mark.every(2, "full")
 @pytest.mark.usefixtures("trainable")
 @pytest.mark.parametrize("case", TAKEN[1::20], ids=str)
 def test_table_with_gradients(case: Case) -> None:
@@ -431,7 +431,7 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-@pytest.mark.full
+@pytest.mark.every(4, "full")
 @needs_compiler
 @pytest.mark.parametrize("mask", [*MASKS, *VALID_RULES])
 def test_masks_are_written_into_a_kernel(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,7 +439,7 @@ def test_masks_are_written_into_a_kernel(mask: str, monkeypatch: pytest.MonkeyPa
     into_a_kernel(Case((2, 4, 2, 6, 9, 16, 16), mask=mask if mask in MASKS else "none"), mask, monkeypatch)
 
 
-@pytest.mark.full
+@pytest.mark.every(4, "full")
 @needs_compiler
 @pytest.mark.parametrize("bias", BIASES)
 def test_biases_are_written_into_a_kernel(bias: str, monkeypatch: pytest.MonkeyPatch) -> None:

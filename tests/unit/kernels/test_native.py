@@ -186,31 +186,44 @@ def flat(x: Any) -> list[Tensor]:
     return [x] if isinstance(x, Tensor) else [one for part in x for one in flat(part)]
 
 
-@pytest.mark.full
+def built_on_the_table(step: int, **environment: str) -> str:
+    """Check each `step`-th case of the table in another process, and return which builds it has."""
+    code = (
+        "import tests.unit.kernels.test_native as t; t.within_budget(t.HERE[::{}]); print(t.native.built())"
+    )
+    return python(code.format(step), **environment)
+
+
 @pytest.mark.parametrize("width", library.supported)
-def test_every_width_on_the_table(width: str) -> None:
-    code = "import tests.unit.kernels.test_native as t; t.within_budget(t.HERE[::3]); print(t.native.built())"
-    assert python(code, MANYHEADS_WIDTH=width, OMP_NUM_THREADS="2").startswith(f"{width} (available builds: ")
+@pytest.mark.parametrize(
+    "step", [pytest.param(9, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.exhaustive)]
+)
+def test_every_width_on_the_table(step: int, width: str) -> None:
+    built = built_on_the_table(step, MANYHEADS_WIDTH=width, OMP_NUM_THREADS="2")
+    assert built.startswith(f"{width} (available builds: ")
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def emulated(build_once: Callable[..., Path]) -> dict[str, str]:
     """The environment of a library whose tiles are plain loops: the build for AMX on any processor."""
     if "avx2" not in library.supported:
         pytest.skip("the build for AMX needs vectors of AVX2")
-    folder = tmp_path_factory.mktemp("emulated")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MANYHEADS_TILES", "emulated")
-        patch.chdir(ROOT)
-        left_out = runpy.run_path("setup.py")["compile_to"](folder / "native.so", folder / "objects")
-    assert left_out == {}
-    return {"MANYHEADS_LIBRARY": str(folder / "native.so"), "MANYHEADS_WIDTH": "amx", "OMP_NUM_THREADS": "2"}
+
+    def build(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MANYHEADS_TILES", "emulated")
+            patch.chdir(ROOT)
+            assert runpy.run_path("setup.py")["compile_to"](folder / "native.so", folder / "objects") == {}
+
+    built = build_once("emulated", build) / "native.so"
+    return {"MANYHEADS_LIBRARY": str(built), "MANYHEADS_WIDTH": "amx", "OMP_NUM_THREADS": "2"}
 
 
-@pytest.mark.full
-def test_emulated_tiles_on_the_table(emulated: dict[str, str]) -> None:
-    code = "import tests.unit.kernels.test_native as t; t.within_budget(t.HERE); print(t.native.built())"
-    assert python(code, **emulated).startswith("amx (available builds: portable, amx)")
+@pytest.mark.parametrize(
+    "step", [pytest.param(3, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.exhaustive)]
+)
+def test_emulated_tiles_on_the_table(step: int, emulated: dict[str, str]) -> None:
+    assert built_on_the_table(step, **emulated).startswith("amx (available builds: portable, amx)")
 
 
 @pytest.mark.full

@@ -22,8 +22,10 @@ from tests.errors import raises
 for package in ("onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(package)
 
-# Those of PyTorch's exporter and of onnxscript are about themselves.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.filterwarnings("ignore"),  # of PyTorch's exporter and of onnxscript, about themselves
+]
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +76,6 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_onnxruntime_computes_the_same_for_all_lengths(name: str) -> None:
     """With more queries than keys, a single query, and queries without visible keys, which get zeros."""
@@ -91,7 +92,6 @@ def test_onnxruntime_computes_the_same_for_all_lengths(name: str) -> None:
         assert torch.equal((report.program(*given)[0] == 0).all(-1), empty)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("opset", [None, 23])
 @pytest.mark.parametrize("name", ["causal", "empty rows", "relative", "softcap and a mask"])
 def test_pytorchs_own_export_works_without_ours(name: str, opset: int | None) -> None:
@@ -103,7 +103,6 @@ def test_pytorchs_own_export_works_without_ours(name: str, opset: int | None) ->
         torch.testing.assert_close(program(*given)[0], model(*given), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.full
 def test_masked_nan_has_no_effect() -> None:
     model = Attend(mask=mh.Lengths(torch.tensor([4, 4]))).eval()
     report = mh.onnx.export(model, heads(5, 7))
@@ -113,7 +112,6 @@ def test_masked_nan_has_no_effect() -> None:
     torch.testing.assert_close(report.program(q, k, v)[0], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.full
 def test_half_precision_and_values_of_another_width() -> None:
     report = mh.onnx.export(Attend(mask=mh.Causal()).eval(), heads(6, 6, torch.float16, w=3))
     assert [call.mask for call in report.calls] == ["is_causal"]
@@ -123,7 +121,6 @@ def test_half_precision_and_values_of_another_width() -> None:
     assert report.difference < 1e-12
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("attention", ["operator", "plain"])
 def test_the_operator_or_plain_operators_on_request(attention: str) -> None:
     model = Attend(mask=mh.Causal(), softcap=2.0).eval()
@@ -132,7 +129,6 @@ def test_the_operator_or_plain_operators_on_request(attention: str) -> None:
     report.compare(*heads(9, 4))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("opset", [18, 24])
 def test_the_first_and_the_last_version_of_the_standard(opset: int) -> None:
     model = Attend(mask=mh.Causal() & mh.Window(left=2), bias=mh.ALiBi(4)).eval()
@@ -142,7 +138,6 @@ def test_the_first_and_the_last_version_of_the_standard(opset: int) -> None:
     report.compare(*heads(9, 4))
 
 
-@pytest.mark.full
 def test_layers_and_their_names(tmp_path: Path) -> None:
     """A model with self-attention and cross-attention, in a file that onnxruntime reads."""
     import onnxruntime
@@ -182,7 +177,6 @@ def test_layers_and_their_names(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.from_numpy(out), model(*given), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.full
 def test_the_language_model() -> None:
     """Its logits for texts of other lengths, and every layer as an operator."""
     model, _ = lm.load()
@@ -195,7 +189,6 @@ def test_the_language_model() -> None:
         report.compare(torch.randint(0, 500, (b, t)))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kernel", ["native", "chunked", "reference"])
 def test_a_program_of_torch_export(kernel: str) -> None:
     """Also a saved one, whose graph has this library's operators."""
@@ -209,7 +202,6 @@ def test_a_program_of_torch_export(kernel: str) -> None:
         mh.onnx.export(program, dynamic_shapes=({},))
 
 
-@pytest.mark.full
 def test_keys_of_earlier_tokens_as_inputs() -> None:
     """A step of generation: a new token, and the keys and values of those before it."""
 
@@ -291,7 +283,6 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
 }
 
 
-@pytest.mark.full
 def test_what_a_graph_cannot_have_raises(tmp_path: Path) -> None:
     def entropy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return mh.attention_with_map(q, k, v)[1].entropy()  # in blocks, whose number depends on the length
@@ -308,7 +299,6 @@ def test_what_a_graph_cannot_have_raises(tmp_path: Path) -> None:
         torch.onnx.export(Attend(mask=mh.Causal()).eval(), heads(5, 5), tmp_path / "old.onnx", dynamo=False)
 
 
-@pytest.mark.full
 def test_weights_are_exported() -> None:
     """The map's, and its log-sum-exp, of other lengths."""
 
@@ -326,7 +316,6 @@ def test_wrong_arguments_raise(name: str) -> None:
         mh.onnx.export(model, **{"args": (X, X, X), **options})
 
 
-@pytest.mark.full
 def test_errors_of_attention_are_raised_as_they_are() -> None:
     with raises(ValueError, "dropout_p=0.3", "model.eval()"):
         mh.onnx.export(lambda q: mh.attention(q, q, q, dropout_p=0.3), (X,))

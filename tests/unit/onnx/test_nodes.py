@@ -20,6 +20,10 @@ from tests.errors import raises
 onnx = pytest.importorskip("onnx")
 close = torch.testing.assert_close
 
+pytestmark = pytest.mark.full
+
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -56,7 +60,6 @@ def assert_closer_to_float64(attend: Any, given: Any, found: list[Tensor], known
         close(output, other, rtol=0, atol=float(2.0**-6 * largest))
 
 
-@pytest.mark.full
 def test_the_cases_of_the_standard() -> None:
     """All of them, within their own tolerance, and in the docs."""
     page = (ROOT / "docs" / "reference" / "onnx.md").read_text(encoding="utf-8")
