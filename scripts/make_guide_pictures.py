@@ -1,4 +1,4 @@
-"""Draw pictures of the guides: alignments and words in a picture, of planted attention, and a model's heads.
+"""Draw pictures of the guides: masks, memory, alignments and words in a picture, and a model's heads.
 
     python scripts/make_guide_pictures.py --out docs
     python scripts/make_guide_pictures.py --out docs --model FOLDER  # also observed.png, of MiniLM
@@ -15,13 +15,132 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import manyheads
-from manyheads import figures
+from manyheads import Causal, Documents, Keys, Lengths, Mask, Prefix, Window, figures, lm
 from manyheads.maps import AttentionMap
 from manyheads.observe import Recording
 from manyheads.problem import Problem
+
+RANKS = ListedColormap(["#3b528b", "#d95f02", "#21918c", "#e7b800"])
+
+
+def squares(rows: int, columns: int, width: float) -> tuple[Figure, np.ndarray]:
+    """Return a figure and its axes `[rows · columns]`, for matrices of queries and keys."""
+    figure = Figure(figsize=(width * columns, (width + 0.3) * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for ax in axes.flat:
+        ax.set(xticks=[], yticks=[])
+    figure.supxlabel("key", fontsize=9)
+    figure.supylabel("query", fontsize=9)
+    return figure, axes.ravel()
+
+
+def draw_masks(out: Path) -> None:
+    """Draw what common masks make visible."""
+    masks: dict[str, Mask] = {
+        "Causal()": Causal(),
+        "Causal() & Window(left=3)": Causal() & Window(left=3),
+        "Causal() | Prefix(4)": Causal() | Prefix(4),
+        "Causal() & Documents(ids)": Causal() & Documents(torch.arange(12) // 5),
+        "Lengths(9)": Lengths(9),
+        "Window(2, 2) | Keys([0, 6])": Window(2, 2) | Keys([0, 6]),
+    }
+    figure, axes = squares(2, 3, 2.2)
+    for ax, (name, mask) in zip(axes, masks.items(), strict=True):
+        ax.pcolormesh(mask.table(12, 12), cmap=ListedColormap(["#eeeeee", "#3b528b"]), edgecolors="white")
+        ax.invert_yaxis()
+        ax.set_aspect("equal")
+        ax.set_title(name, fontsize=8)
+    figure.savefig(out / "masks.png", dpi=140)
+
+
+def draw_memory(out: Path) -> None:
+    """Draw the memory of a head's weights and of its map, by length."""
+    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+    ax = figure.subplots()
+    lengths = 2.0 ** np.arange(9, 18)
+    ax.plot(lengths, 4 * lengths**2, "s-", color="#d95f02", label="all weights, O(L²)")
+    ax.plot(
+        lengths, 4 * (2 * 64 + 1) * lengths, "o-", color="#3b528b", label="map: q, k and log-sum-exp, O(L)"
+    )
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xticks(lengths, [f"{int(length):,}" for length in lengths], fontsize=8)
+    ax.set_yticks(
+        10.0 ** np.arange(5, 12), ["0.1 MB", "1 MB", "10 MB", "100 MB", "1 GB", "10 GB", "100 GB"], fontsize=8
+    )
+    ax.set(xlabel="tokens", title="Memory of one head of size 64 in float32")
+    ax.grid(color="#e0e0e0", linewidth=0.6)
+    ax.legend()
+    figure.savefig(out / "map-memory.png", dpi=120)
+
+
+def draw_empty_rows(out: Path) -> None:
+    """Draw the weights of a left-padded sequence, by a plain softmax and by manyheads."""
+    q, k = torch.randn(2, 1, 1, 6, 8, generator=torch.Generator().manual_seed(0))
+    mask = Causal() & Lengths(4, left=True)
+    _, amap = manyheads.attention_with_map(q, k, k, mask=mask)
+    visible = mask.table(6, 6)
+    plain = (q @ k.mT)[0, 0].div(8**0.5).masked_fill(~visible, -torch.inf).softmax(-1)
+    figure, axes = squares(1, 2, 2.6)
+    for ax, weights, title in zip(axes, (plain, amap[0, 0]), ("softmax of −inf", "manyheads"), strict=True):
+        ax.imshow(weights, vmin=0, vmax=1, cmap="viridis")
+        ax.set_title(title, fontsize=9)
+        for row, col in np.ndindex(6, 6):
+            weight = float(weights[row, col])
+            text = "NaN" if np.isnan(weight) else f"{weight:.2f}" if visible[row, col] else "0"
+            ax.text(
+                col,
+                row,
+                text,
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="black" if np.isnan(weight) or weight > 0.6 else "white",
+            )
+    figure.savefig(out / "empty-rows.png", dpi=140)
+
+
+def draw_late_mask(out: Path) -> None:
+    """Draw the weights of a causal mask, and of one that leaves a future key visible."""
+    scores = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    keep = [torch.ones(8, 8).tril(n).bool() for n in (0, 1)]
+    sides = [scores.masked_fill(~mask, -torch.inf).softmax(-1) for mask in keep]
+    titles = "expected: tril()", "submission: one key too many"
+    figures.beside(*sides, keep=(keep[0], keep[1]), titles=titles).savefig(out / "causal-late.png", dpi=100)
+
+
+def draw_ranks(out: Path) -> None:
+    """Draw which of four ranks computes the scores of a causal mask, in two layouts."""
+    figure, axes = squares(1, 2, 2.8)
+    chunks = torch.arange(8)
+    layouts = {"in order": chunks // 2, "balanced_positions": torch.minimum(chunks, 7 - chunks)}
+    causal = Causal().table(64, 64)
+    for ax, (name, ranks) in zip(axes, layouts.items(), strict=True):
+        rank = ranks.repeat_interleave(8)[:, None].expand(64, 64)  # of each query
+        work = [int((causal & (rank == n)).sum()) / int(causal.sum()) for n in range(4)]
+        ax.imshow(np.ma.array(rank, mask=~causal), cmap=RANKS, vmin=0, vmax=3, interpolation="nearest")
+        ax.set_title(f"{name}\n" + ", ".join(f"{share:.0%}" for share in work), fontsize=9)
+    bar = figure.colorbar(
+        axes[0].images[0], ax=axes, shrink=0.8, ticks=0.375 + 0.75 * np.arange(4), label="rank of the query"
+    )
+    bar.ax.set_yticklabels(range(4))
+    figure.savefig(out / "ranks.png", dpi=130)
+
+
+def draw_previous_token(out: Path) -> None:
+    """Draw a head of the shipped model that attends to the previous token."""
+    model, tokenizer = lm.load()
+    text = " the file you want to read is not the file you need to read"
+    encoding = tokenizer.encode(text)
+    with torch.no_grad(), manyheads.observe(model) as recording:
+        model(torch.tensor([encoding.ids]))
+    recording.label(manyheads.TokenizedText.from_encoding(text, encoding))
+    figures.head(recording[1], head=4, title="Layer 1, head 4").savefig(out / "previous-token.png", dpi=90)
 
 
 def recording_of(scores: Tensor) -> Recording:
@@ -144,6 +263,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="Folder of the pictures.")
     parser.add_argument("--model", type=Path, help="Folder of MiniLM; draw its heads, too.")
     options = parser.parse_args()
+    draw_masks(options.out)
+    draw_memory(options.out)
+    draw_empty_rows(options.out)
+    draw_late_mask(options.out)
+    draw_ranks(options.out)
+    draw_previous_token(options.out)
     draw_words(options.out)
     draw_translation(options.out)
     draw_generated_words(options.out)

@@ -31,6 +31,7 @@ from tokenizers.trainers import BpeTrainer
 import manyheads
 from manyheads.lm.checkpoint import SHIPPED
 from manyheads.observe.recording import Recording
+from manyheads.text import report
 from tests.chromium import CHROMIUM, MISSING
 from tests.waiting import HANG
 
@@ -126,43 +127,48 @@ def shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list:
     return recordings
 
 
+def test_the_example_of_the_readme_runs_without_the_hub(
+    shown: list, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first block needs nothing but the package, and its scores are those in the picture."""
+    block, _ = blocks(ROOT / "README.md")
+    names: dict = {}
+    exec(block, names)
+    [recording] = shown
+    assert recording is names["recording"]
+    assert recording[2].tokens.text == names["text"]
+    torch.testing.assert_close(recording[2][0, 5].sum(-1), torch.ones(names["ids"].shape[1]))
+    assert Path("heads.png").stat().st_size > 10_000
+    assert "blocks.2.attention" in capsys.readouterr().out
+    [sentence] = re.findall(r'manyheads show "(.*)"', README)
+    pictured = report.read(sentence).recording
+    assert names["heads"][0].induction == pytest.approx(
+        pictured.table(names["ids"]).sorted("induction")[0].induction, rel=1e-5
+    )
+
+
 def test_the_example_of_the_readme_runs_on_a_gpt2_with_random_weights(
     monkeypatch: pytest.MonkeyPatch, shown: list, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The lines that need the Hub say so, and get a small model of the same class here."""
+    block, lines = blocks(ROOT / "README.md")
     fetched = [line for line in README.splitlines() if "from_pretrained" in line]
     assert fetched
     assert all('("gpt2")  # needs the Hugging Face Hub' in line for line in fetched)
     tokenizer = byte_level(README)
-    model = gpt2(6, tokenizer)
-    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", lambda name: model)
+    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", lambda name: gpt2(6, tokenizer))
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: tokenizer)
 
-    names = execute(ROOT / "README.md")
+    assert "the three from `model, tokenizer` to `ids`" in README
+    replaced = re.sub(r"^model, tokenizer = .*\n.*\nids = .*\n", lambda _: lines, block, flags=re.M)
+    assert replaced != block
+    names: dict = {}
+    exec(replaced, names)
     [recording] = shown
-    assert recording is names["recording"]
     assert len(recording) == 6
     assert recording[5].tokens.text == names["text"]
     torch.testing.assert_close(recording[5][0, 1].sum(-1), torch.ones(names["ids"].shape[1]))
-    assert Path("heads.png").stat().st_size > 10_000
     assert "induction" in capsys.readouterr().out
-
-
-def test_the_example_of_the_readme_runs_without_the_hub(
-    shown: list, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The commented lines replace the four before them."""
-    [block] = blocks(ROOT / "README.md")
-    before, comment, after = re.split(r"(# Without the Hub.*\n)", block)
-    lines = before.splitlines()
-    assert "the four above" in comment
-    assert [line.split()[0] for line in lines[-4:]] == ["tokenizer", "model", "encoding", "ids"]
-    names: dict = {}
-    exec("\n".join([*lines[:-4], re.sub(r"^# ", "", after, flags=re.M)]), names)
-    [recording] = shown
-    assert recording[2].tokens.text == names["text"]
-    assert names["heads"][0].induction > 0.9
-    assert "blocks.2.attention" in capsys.readouterr().out
 
 
 def test_the_readme_is_short() -> None:
@@ -248,7 +254,7 @@ def test_the_script_draws_the_pictures_of_the_guides(tmp_path: Path) -> None:
     done = run([sys.executable, str(script), "--out", str(tmp_path)], tmp_path)
     assert done.returncode == 0, done.stderr
     drawn = {path.name for path in tmp_path.glob("*.png")}
-    assert drawn == {"word-times.png", "translation.png", "generated-words.png", "word-in-picture.png"}
+    assert {"masks.png", "word-times.png"} <= drawn
     guides = "".join(page.read_text(encoding="utf-8") for page in GUIDES)
     assert all((ROOT / "docs" / name).exists() and f"(../{name})" in guides for name in drawn)
 
