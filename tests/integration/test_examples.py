@@ -130,10 +130,13 @@ def shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list:
 def test_the_example_of_the_readme_runs_without_the_hub(
     shown: list, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first block needs nothing but the package, and its scores are those in the picture."""
-    block, _ = blocks(ROOT / "README.md")
+    """With the lines of the second block it needs nothing but the package, and has the picture's scores."""
+    block, lines = blocks(ROOT / "README.md")
+    assert "the four from `tokenizer` to `ids`" in README
+    replaced = re.sub(r"^tokenizer = .*\nmodel = .*\n.*\nids = .*\n", lambda _: lines, block, flags=re.M)
+    assert replaced != block
     names: dict = {}
-    exec(block, names)
+    exec(replaced, names)
     [recording] = shown
     assert recording is names["recording"]
     assert recording[2].tokens.text == names["text"]
@@ -151,7 +154,7 @@ def test_the_example_of_the_readme_runs_on_a_gpt2_with_random_weights(
     monkeypatch: pytest.MonkeyPatch, shown: list, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The lines that need the Hub say so, and get a small model of the same class here."""
-    block, lines = blocks(ROOT / "README.md")
+    block, _ = blocks(ROOT / "README.md")
     fetched = [line for line in README.splitlines() if "from_pretrained" in line]
     assert fetched
     assert all('("gpt2")  # needs the Hugging Face Hub' in line for line in fetched)
@@ -159,11 +162,8 @@ def test_the_example_of_the_readme_runs_on_a_gpt2_with_random_weights(
     monkeypatch.setattr(transformers.AutoModel, "from_pretrained", lambda name: gpt2(6, tokenizer))
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: tokenizer)
 
-    assert "the three from `model, tokenizer` to `ids`" in README
-    replaced = re.sub(r"^model, tokenizer = .*\n.*\nids = .*\n", lambda _: lines, block, flags=re.M)
-    assert replaced != block
     names: dict = {}
-    exec(replaced, names)
+    exec(block, names)
     [recording] = shown
     assert len(recording) == 6
     assert recording[5].tokens.text == names["text"]
