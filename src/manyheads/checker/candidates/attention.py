@@ -77,7 +77,7 @@ class AttentionAdapter(Adapter):
         self.angle_form: AngleForm | None = None  # how cosines and sines are passed
         self.filled: dict[str, MaskForm] = {}  # required masks, passed where there is no mask
         self.prepare: Make = lambda b: ()  # the calls before each call, for a batch of this size
-        self.grid = ""  # the layout of x if it is an image or a video, such as "[b, e, h, w]"
+        self.grid = ""  # the layout of x if it is one sequence, an image or a video, such as "[b, e, h, w]"
         self.count: int | None = None  # the number of tokens, if its constructor fixes it
         self.angle_order = ("cos", "sin")  # of a tuple of both
         self.counts_tokens = False  # whether positions are counted without padding
@@ -281,6 +281,7 @@ class AttentionAdapter(Adapter):
     ) -> Inputs:
         """Return random inputs without masks. In self-attention, `s` is ignored and equals `t`."""
         crosses = "cross" in self.features
+        b = 1 if self.is_single else b
         t, s = (self.count, self.count) if self.count else (t, s)
         s = s if crosses and s is not None else t
         if self.always_causal and (self.weights is None or not self.counts_from_start):
@@ -485,7 +486,7 @@ class AttentionAdapter(Adapter):
             **self._positions(x),
         }
         if self.kind == "cross":
-            values["context"] = x.key.contiguous() if self.grid else values["key"]
+            values["context"] = x.key.contiguous() if self.grid and not self.is_single else values["key"]
         if x.head_mask is not None:
             mask = rearrange(x.head_mask, "h", self.head_mask_letters)
             values["head-mask"] = mask.expand(x.b, *mask.shape[1:]).clone() if mask.dim() == 4 else mask
@@ -553,6 +554,11 @@ class AttentionAdapter(Adapter):
         if x.causal and "causal" in self.arguments:
             calls[self.arguments["causal"]] = x.but(causal=False)
         return calls
+
+    @property
+    def is_single(self) -> bool:
+        """Return True if a call takes one sequence, without an axis of batch entries."""
+        return "b" not in self.layouts[1]
 
     @property
     def layouts(self) -> tuple[str, str]:

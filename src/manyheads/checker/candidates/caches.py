@@ -242,7 +242,6 @@ class Cache:
 
     def draw(self, seed: int, b: int, t: int) -> Inputs:
         """Return random tokens."""
-        b = 1 if self.adapter.head_layout == "[t, d]" else b
         x = self.adapter.draw(torch.Generator().manual_seed(seed), b, t)
         is_switch = "causal" in self.adapter.features and not self.adapter.always_causal
         return self.replace_tokens(x.but(causal=True, offset=0) if is_switch else x, x.query)

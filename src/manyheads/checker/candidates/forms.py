@@ -14,8 +14,8 @@ KEY_MASKS = ("b11s", "b1s", "1sb", "bs", "sb")
 NUMBERS = {"lengths": "[b] lengths", "segments": "[b, t] numbers of segments"}
 ANGLES = ("bsd", "sd", "11sd", "b1sd", "1s1d", "bs1d", "1sd", "s1d")  # of cosines and sines
 HEAD_LAYOUTS = ("[b, h, t, d]", "[b, t, h, d]", "[t, b, h, d]", "[b, t, d]", "[t, d]")
-# Of images and videos whose pixels or frames are the tokens; axes i and j have one entry.
-GRIDS = ("[b, e, h, w]", "[b, h, w, e]", "[b, e, t, i, j]", "[b, e, i, h, w]", "[b, t, i, j, e]",
+# Of one sequence, and of images and videos whose pixels or frames are the tokens; axes i and j have one entry.
+GRIDS = ("[t, e]", "[b, e, h, w]", "[b, h, w, e]", "[b, e, t, i, j]", "[b, e, i, h, w]", "[b, t, i, j, e]",
          "[b, i, h, w, e]", "[b, e, t]")  # fmt: skip
 # Of returned weights, "b 1 t s" is averaged over the heads, "h t s" over the batch; "bh" is one axis.
 WEIGHT_LAYOUTS = ("b h t s", "b 1 t s", "b t s", "t s", "t s b h", "h b t s", "bh t s", "t s b", "h t s")
