@@ -529,6 +529,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "2 · sigmoid": lambda x: 2 * x.sigmoid(),
     "tanh": torch.tanh,
     "ReLU": torch.relu,
+    "ELU": torch.nn.functional.elu,
+    "GELU": torch.nn.functional.gelu,
     "identity": lambda x: x,
 }
 GATES = ("sigmoid", "SiLU", "2 · sigmoid")  # activations of gates; others are bugs
@@ -567,14 +569,46 @@ class Gate(Part):
 
 @dataclass(frozen=True)
 class Residual(Part):
-    """The input of the queries, added to the output."""
+    """The input of the queries, added to the output, perhaps projected.
+
+    Attributes:
+        weight: The parameter with the weight of its projection, `[out, in]`, or "".
+        bias: The parameter with its bias, or "".
+    """
+
+    weight: str = ""
+    bias: str = ""
 
     def wrappers(self) -> Wrappers:
         """Return the wrapper of the output."""
-        return {"finish": lambda o, step, x: step(x) + o.x.query}
+
+        def add(oracle: Attention, step: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+            residual = oracle.x.query
+            residual = residual @ read(oracle, self.weight).mT if self.weight else residual
+            return step(x) + (residual + read(oracle, self.bias) if self.bias else residual)
+
+        return {"finish": add}
 
     def __str__(self) -> str:
-        return "residual connection around it"
+        return "residual connection around it" + f", projected by `{self.weight}`" * bool(self.weight)
+
+
+@dataclass(frozen=True)
+class Activation(Part):
+    """The activation at the end of a block, after its residual connection.
+
+    Attributes:
+        function: One of ACTIVATIONS.
+    """
+
+    function: str
+
+    def wrappers(self) -> Wrappers:
+        """Return the wrapper of the output."""
+        return {"finish": lambda o, step, x: ACTIVATIONS[self.function](step(x))}
+
+    def __str__(self) -> str:
+        return f"{self.function} of the output"
 
 
 POSITIONAL = (RotaryPositions, Window, TableBias, Alibi)  # parts by which the order of tokens matters

@@ -22,7 +22,7 @@ VISIBLE = (
     r"participat\w+|present|looks?|looked"
 )
 EFFECT = re.compile(
-    rf"(?:(?P<negated>\bnot|n't|\bnever|\bnon|\bno)\b[^,]{{0,12}})?\b(?:(?P<masked>{MASKED})|{VISIBLE})\b",
+    rf"(?:(?P<negated>\bnot|n't|\bnever|\bnon|\bno)\b[^,]{{0,12}}?)?\b(?:(?P<masked>{MASKED})|{VISIBLE})\b",
     re.I,
 )
 # Matches "token" in "True = token"; in "True for tokens that are masked" it doesn't decide.

@@ -32,7 +32,9 @@ from manyheads.checker.isolation.errors import CodeError
 from manyheads.checker.oracle import Attention, Inputs, Weights, largest_difference
 from manyheads.checker.overrides import compose
 from manyheads.checker.parts import (
+    ACTIVATIONS,
     GATES,
+    Activation,
     Alibi,
     Gate,
     Norm,
@@ -275,6 +277,8 @@ class Search:
 
         readings = adapter.readings
         for n, found in candidates():
+            if Residual() in found and not (has_outer_norm(found) or self.says_residual):
+                continue  # of a layer without a norm, a residual connection is a bug
             if self.has_idle_norm(found, effective) or self.error(found, readings[n], calls) > LOOSE:
                 continue
             if self.confirm(self.refine(found, readings[n]), n):
@@ -424,6 +428,7 @@ class Search:
         rest = [group for group in self.groups if group not in outer]
         scores = list(islice(self.score_parts(rest), MOST_PLAUSIBLE)) or [()]
         sets = [outside + parts + inside for parts, outside in product(scores, around)]
+        sets = [x for x in sets if Residual() not in x or has_outer_norm(x) or self.says_residual]
         # A bug can look like a window, so the surroundings are tried without one, too.
         others = [around[0] + parts + inside for parts in self.each_option(rest)]
         adapter.plausible = [*dict.fromkeys([*sets[:MOST_PLAUSIBLE], *others, *around[:2], ()])]
@@ -432,13 +437,29 @@ class Search:
 
     # -- what surrounds attention ------------------------------------------------------------------
 
+    @property
+    def says_residual(self) -> bool:
+        """Return True if documentation or an argument of the constructor names a residual connection."""
+        said = " ".join((self.adapter.text, *(arg.name for arg in self.adapter.description.init or ())))
+        return re.search(r"residual|skip connection", said, re.I) is not None
+
+    @property
+    def has_query_norm(self) -> bool:
+        """Return True if a norm may be that of the queries' input alone, which one token doesn't show."""
+        widths, layers = self.adapter.widths, self.adapter.description.layers
+        norms = [group for group in self.groups if "Norm" in layers.get(group, "")]
+        return "cross" in self.adapter.features and any(self.shape(x) == widths[:1] for x in norms)
+
     def surroundings(self, groups: list[str]) -> Iterator[Parts]:
         """Yield sets of parts that surround attention and use these groups, the likely ones first."""
-        said = " ".join((self.adapter.text, *(arg.name for arg in self.adapter.description.init or ())))
         for chosen in ranked([list(self.outer_options(group)) for group in groups]):
-            has_norm = any(norm.place in ("input", "output") for norm in select(chosen, Norm))
+            has_norm = self.has_query_norm or has_outer_norm(chosen)
             yield from arrange(chosen)
-            if has_norm or re.search(r"residual|skip connection", said, re.I):
+            if select(chosen, Residual):  # projected, as in a block that ends in an activation
+                for function in ACTIVATIONS:
+                    if re.search(rf"\b{function}\b", self.adapter.description.source, re.I):
+                        yield from arrange((*chosen, Activation(function)))
+            if has_norm or self.says_residual:
                 yield from arrange((*chosen, Residual()))
 
     def outer_options(self, group: str) -> Iterator[Part]:
@@ -457,6 +478,8 @@ class Search:
                     yield Gate(path, bias, function)
                 if width == q and out == weights.out_width:
                     yield Gate(path, bias, function, "output")
+            if width == q and out == weights.out_width:
+                yield Residual(path, bias)
         if matrices:
             return
         n = weights.other[paths[0]].numel()
@@ -693,6 +716,11 @@ def ranked(slots: list[list[Choice]]) -> Iterator[tuple[Choice, ...]]:
 
     totals = range(sum(len(slot) - 1 for slot in slots) + 1) if all(slots) else range(0)
     yield from islice((chosen for total in totals for chosen in with_sum(slots, total)), MOST_SETS)
+
+
+def has_outer_norm(parts: Parts) -> bool:
+    """Return True if one of the parts is a norm of the input or the output, as in a block."""
+    return any(norm.place in ("input", "output") for norm in select(parts, Norm))
 
 
 def group_of(path: str) -> str:
