@@ -476,6 +476,33 @@ class Temperature(Part):
 
 
 @dataclass(frozen=True)
+class HeadMixing(Part):
+    """Scores or weights of heads, mixed by a matrix (talking heads, Shazeer et al. 2020, arXiv:2003.02436).
+
+    Attributes:
+        path: The parameter, `[h, h]`.
+        place: "scores" or "weights".
+        is_transposed: Whether its rows are the heads that are mixed, rather than the results.
+    """
+
+    path: str
+    place: str
+    is_transposed: bool = False
+
+    def wrappers(self) -> Wrappers:
+        """Return the wrapper of the scaled scores or of the weights."""
+
+        def mix(oracle: Attention, step: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+            matrix = read(oracle, self.path).reshape(x.shape[1], x.shape[1])
+            return torch.einsum("gh,bhts->bgts", matrix.mT if self.is_transposed else matrix, step(x))
+
+        return {"cap_scores" if self.place == "scores" else "mask_weights": mix}
+
+    def __str__(self) -> str:
+        return f"{self.place} of heads mixed by `{self.path}` (talking heads)"
+
+
+@dataclass(frozen=True)
 class NullKeys(Part):
     """Learned keys and values besides those of the tokens, visible to every query.
 

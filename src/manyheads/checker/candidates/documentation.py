@@ -193,6 +193,7 @@ def read_shapes(name: str, lines: str) -> set[str]:
             axes = [axis.strip().lower().replace(" ", "_") for axis in inside.split(",")]
             if len(axes) > 1 and all(axis in LETTERS for axis in axes):
                 shape = "".join(LETTERS[axis] for axis in axes)
+                shape = "ts" if len(axes) == 2 and axes[0] == axes[1] else shape  # (n, n)
                 if shape[0] == "b" and axes[-1] == "n":  # [b, n] are tokens
                     shape = "b" + shape[1:].replace("b", "t")
                 # The last axis is that of the keys: [t, t] means [queries, keys].
@@ -278,7 +279,8 @@ def says_mask_replaces(text: str) -> bool:
 def says_without_context(name: str, context: str, text: str) -> bool:
     """Return True if documentation says that a mask isn't used with a context."""
     lines, other = lines_about(name, text), rf"\b(?:cross|{re.escape(context)})\b"
-    is_excluded = says(lines, rf"\b(?:not|isn't|never|ignored|unused)\b.{{0,30}}{other}")
+    no = r"\b(?:none|not|isn't|never|ignored|unused)\b"
+    is_excluded = says(lines, rf"{no}.{{0,30}}{other}|{other}.{{0,30}}{no}")
     is_of_self = r"\b(?:used|applied|only)\b[\w ]{0,12}\bself[- ]attention\b"
     return is_excluded or (says(lines, is_of_self) and not re.search(other, lines, re.I))
 

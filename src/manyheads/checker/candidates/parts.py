@@ -37,6 +37,7 @@ from manyheads.checker.parts import (
     Activation,
     Alibi,
     Gate,
+    HeadMixing,
     Norm,
     NoWindow,
     NullKeys,
@@ -480,6 +481,8 @@ class Search:
                     yield Gate(path, bias, function, "output")
             if width == q and out == weights.out_width:
                 yield Residual(path, bias)
+            if out == width == h:
+                yield from (HeadMixing(path, "weights", is_transposed) for is_transposed in (False, True))
         if matrices:
             return
         n = weights.other[paths[0]].numel()
@@ -585,6 +588,8 @@ class Search:
                 forms.sort(key=lambda form: form != "divisor")
             yield from (Temperature(path, form) for form in forms)
             yield Alibi(path, is_symmetric=not self.adapter.always_causal)
+        if n == h * h and len(shape) >= 2 and shape[0] == h:
+            yield from (HeadMixing(path, "scores", is_transposed) for is_transposed in (False, True))
         if len(shape) >= 2 and h in shape and len(paths) == 1:
             if len(shape) > 2 and shape[-1] == shape[-2]:
                 yield TableBias(path, "positions")
