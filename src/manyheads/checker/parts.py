@@ -314,6 +314,7 @@ class TableBias(Bias):
         sign: 1 for distances j − i, −1 for i − j.
         is_scaled: Whether the bias is added before the scores are scaled.
         window: The numbers of tokens of a window by axis, such as those of rows and columns.
+        shift: The number of rows and columns by which the tokens are rolled before.
         strides: The factor of the distance on each axis, by default those of a table of all distances.
     """
 
@@ -325,6 +326,7 @@ class TableBias(Bias):
     is_scaled: bool = False
     window: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
+    shift: int = 0
 
     @property
     def natural_strides(self) -> list[int]:
@@ -338,12 +340,13 @@ class TableBias(Bias):
         if self.kind == "positions":
             table = table.reshape(-1, *table.shape[-2:])
             return table[:, i.clamp_max(table.shape[-2] - 1), j.clamp_max(table.shape[-1] - 1)]
-        table = table if table.shape[-1] == h else table.mT
+        table = table.flatten(0, -2) if table.shape[-1] == h else table.mT
         if self.kind == "window":
             index = torch.zeros_like(i - j)
             for axis, stride in enumerate(self.strides or self.natural_strides):
                 n, inner = self.window[axis], math.prod(self.window[axis + 1 :])
-                index = index + (i // inner % n - j // inner % n + n - 1) * stride
+                rows, columns = ((each // inner - self.shift) % n for each in (i, j))
+                index = index + (rows - columns + n - 1) * stride
             return table[index].movedim(-1, 0)
         distances = self.sign * (j - i)
         n = table.shape[0]
@@ -362,6 +365,41 @@ class TableBias(Bias):
             window = " × ".join(map(str, self.window))
             return f"learned bias `{self.path}` by distances in a window of {window} tokens"
         return f"learned bias `{self.path}` by {self.kind}"
+
+
+@dataclass(frozen=True)
+class ShiftedWindow(Bias):
+    """A mask of the windows of an image that is rolled before (Liu et al. 2021, arXiv:2103.14030, section 3.2).
+
+    Tokens of a window that the roll moved from the other side of the image see each other only.
+
+    Attributes:
+        grid: The numbers of rows and columns.
+        size: The number of rows and of columns of a window.
+        shift: The number of rows and columns by which the image is rolled.
+        fill: What is added to masked scores.
+        separated: The axes on which tokens from the other side are masked; all but (0, 1) are bugs.
+    """
+
+    grid: tuple[int, int]
+    size: int
+    shift: int
+    fill: float = -math.inf
+    separated: tuple[int, ...] = (0, 1)
+
+    def compute(self, oracle: Attention) -> Tensor:
+        """Return the bias, `[1, t, s]`."""
+        i, j = oracle.positions()
+        (rows, columns), visible = self.grid, torch.ones_like(i == j)
+        for axis, n in enumerate((rows, columns)):
+            places = [((x // columns if axis == 0 else x % columns) - self.shift) % n for x in (i, j)]
+            windows, moved = ([f(x) for x in places] for f in (lambda x: x // self.size, lambda x: x >= n - self.shift))
+            visible = visible & (windows[0] == windows[1])
+            visible = visible & (moved[0] == moved[1]) if axis in self.separated else visible
+        return torch.zeros(1, oracle.x.t, oracle.x.s).to(oracle.q).masked_fill(~visible, self.fill)
+
+    def __str__(self) -> str:
+        return f"windows of {self.size} × {self.size} tokens, shifted by {self.shift}"
 
 
 def select_buckets(distances: Tensor, n: int, max_distance: int, is_bidirectional: bool) -> Tensor:
@@ -638,4 +676,4 @@ class Activation(Part):
         return f"{self.function} of the output"
 
 
-POSITIONAL = (RotaryPositions, Window, TableBias, Alibi)  # parts by which the order of tokens matters
+POSITIONAL = (RotaryPositions, Window, Bias)  # parts by which the order of tokens matters

@@ -45,6 +45,7 @@ from manyheads.checker.parts import (
     Residual,
     RotaryPositions,
     Scale,
+    ShiftedWindow,
     Softcap,
     TableBias,
     Temperature,
@@ -265,7 +266,7 @@ class Search:
         window = None if visible is None else self.find_window(visible)
         adapter.has_positions = self.positions_matter(min(t, 6) if window is None else min(6, window.size))
         effective = self.find_effective(*calls[0])
-        inside: Parts = () if window is None else (window,)
+        inside: Parts = self.shifted_window() if window is None else (window,)
         outer, found_around = self.find_surroundings()
         rest = [group for group in effective if group not in outer]
         surroundings: list[tuple[int, Parts]] = []
@@ -293,6 +294,8 @@ class Search:
         It does if no mask of its callers can have a window.
         """
         adapter = self.adapter
+        if adapter.count is not None:  # all of them are a window
+            return []
         of_keys = [
             role.endswith("of-keys") or role in NUMBERS or is_documented_for_keys(name, adapter.text)
             for name, role in adapter.masks.items()
@@ -305,6 +308,17 @@ class Search:
     def stated_window(self) -> Parts:
         """Return the window that a caller sets, if there is one."""
         return tuple(Window(size, first=self.count_first()) for size in self.window_sizes()[:1])
+
+    def shifted_window(self) -> Parts:
+        """Return the shifted window that a caller sets, if tokens are the pixels of an image."""
+        named, axes = self.numbers.named_like, self.adapter.grid_axes
+        shifts = [int(x) for x in named(r"shift").values() if x >= 1]
+        sizes = [int(x) for x in named(r"window|\bws\b").values() if x > 1]
+        if not (shifts and sizes and self.adapter.count) or axes != ["h", "w"]:
+            return ()
+        rows, columns = self.adapter.grid_sizes(self.adapter.count)
+        fill = -100.0 if re.search(r"-100(?:\.0?)?\b", self.adapter.description.source) else -math.inf
+        return (ShiftedWindow((rows, columns), sizes[0], shifts[0], fill),)
 
     def count_first(self) -> int:
         """Return the number of first tokens that a window always shows, as a caller sets it."""
@@ -591,12 +605,15 @@ class Search:
         if n == h * h and len(shape) >= 2 and shape[0] == h:
             yield from (HeadMixing(path, "scores", is_transposed) for is_transposed in (False, True))
         if len(shape) >= 2 and h in shape and len(paths) == 1:
+            shifts = [int(x) for x in self.numbers.named_like(r"shift").values()]
+            for window in factorize(self.adapter.count or 0):
+                if math.prod(2 * n - 1 for n in window) * h == n:
+                    yield from (
+                        TableBias(path, "window", window=window, shift=shift) for shift in [*shifts[:1], 0]
+                    )
             if len(shape) > 2 and shape[-1] == shape[-2]:
                 yield TableBias(path, "positions")
             elif len(shape) == 2:
-                for window in factorize(self.adapter.count or 0):
-                    if math.prod(2 * n - 1 for n in window) in shape:
-                        yield TableBias(path, "window", window=window)
                 is_decoder = self.adapter.description.attributes.get("is_decoder") is True
                 both = (False, True) if self.adapter.always_causal or is_decoder else (True,)
                 distances = {128, *(int(x) for x in self.numbers.named_like(r"dist").values())}
@@ -673,6 +690,8 @@ class Search:
             found.append(Scale(1.0, "as documented"))
         if "relative_attention_num_buckets" in self.numbers.named:
             found.append(Scale(1.0, "as in T5"))
+        if self.adapter.grid and self.adapter.heads == 1 and any(self.shape(x) == (1,) for x in self.groups):
+            found.append(Scale(1.0, "as in SAGAN, whose output has a learned factor"))
         unscaled = [Scale(1.0, UNSCALED)]
         return unscaled + found if re.search(COSINES, self.adapter.description.source) else found + unscaled
 
