@@ -16,7 +16,7 @@ from manyheads.checker.candidates.adapter import Adapter, B, D, Options, S, T
 from manyheads.checker.candidates.construct import PROJECTED
 from manyheads.checker.candidates.documentation import counts_from_start
 from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
-from manyheads.checker.candidates.forms import WEIGHT_LAYOUTS, AngleForm, MaskForm, rearrange
+from manyheads.checker.candidates.forms import SEGMENTS, WEIGHT_LAYOUTS, AngleForm, MaskForm, rearrange
 from manyheads.checker.candidates.parameters import NAME_WEIGHTS, find_projections, input_widths, randomize
 from manyheads.checker.candidates.roles import MASKS, ROLES, Role, may_be_tensor, read_roles
 from manyheads.checker.isolation.candidate import Call, Candidate, Kept
@@ -420,7 +420,7 @@ class AttentionAdapter(Adapter):
             calls["one query"] = self.draw(g, b, 1, s)
         for feature, (_, form) in self.forms.items():
             write = self.random_mask if form.is_general else self.random_padding
-            write = self.random_segments if form.letters == "segments" else write
+            write = self.random_segments if form.letters in SEGMENTS else write
             calls[feature] = write(self.draw(g, b, t, s), g).but(form=feature)
             if is_optional and self.kind != "sdpa" and feature != "padding":
                 x = write(self.draw(g, b, t), g, True)

@@ -13,7 +13,7 @@ import torch
 from manyheads.checker.candidates import documentation, names
 from manyheads.checker.candidates.adapter import S, T
 from manyheads.checker.candidates.attention import TRIED, AttentionAdapter
-from manyheads.checker.candidates.forms import GENERAL_MASKS, KEY_MASKS, NUMBERS, MaskForm
+from manyheads.checker.candidates.forms import GENERAL_MASKS, KEY_MASKS, NUMBERS, SEGMENTS, MaskForm
 from manyheads.checker.candidates.roles import is_of_context
 from manyheads.checker.oracle import Inputs
 
@@ -41,7 +41,7 @@ def find_masks(adapter: AttentionAdapter, g: torch.Generator) -> None:
     for name, role in adapter.masks.items():
         if role == "lengths":
             add_form(adapter, "keys", name, MaskForm(role))
-        elif role == "segments":
+        elif role in SEGMENTS:
             find_segments(adapter, g, name)
         elif role not in ("mask", "mask-of-queries") or not find_mask_of_queries(adapter, g, name):
             find_mask(adapter, g, name)
@@ -65,15 +65,15 @@ def find_masks(adapter: AttentionAdapter, g: torch.Generator) -> None:
 
 
 def find_segments(adapter: AttentionAdapter, g: torch.Generator, name: str) -> None:
-    """Find whether an argument takes numbers of segments, `[b, t]`."""
-    x = adapter.draw(g)
+    """Find whether an argument takes numbers of segments, `[b, t]`, or where they end."""
+    x, form = adapter.draw(g), MaskForm(adapter.masks[name])
     adapter.last_error = None
-    with trial(adapter, name, MaskForm("segments")):
+    with trial(adapter, name, form):
         masked = adapter.attempt(x.but(keep=torch.ones(x.b, 1, x.t, x.s, dtype=torch.bool), form="trial"))
     if masked is None:
         adapter.rejected_masks[name] = adapter.last_error
     else:
-        add_form(adapter, "segments", name, MaskForm("segments"))
+        add_form(adapter, "segments", name, form)
 
 
 def reject_other_effects(adapter: AttentionAdapter, g: torch.Generator, name: str) -> None:

@@ -65,6 +65,7 @@ CALL: dict[str, tuple[str, ...]] = {
                 "encoder_padding_mask", "memory_padding_mask", "memory_mask", "pad_masks"),
     "lengths": ("lengths", "valid_lens", "valid_len", "lens"),
     "segments": ("segment_ids", "doc_ids", "document_ids", "seg_ids", "seq_ids", "sequence_ids", "packing_ids"),
+    "cumulative-lengths": ("cu_seqlens", "cu_seq_lens", "cu_lens", "cu_lengths", "cumulative_lengths"),
     "causal": ("causal", "is_causal", "masked", "use_causal_mask", "causal_mask", "use_causal"),
     "weights": ("need_weights", "return_weights", "output_attentions", "return_attention", "return_attn",
                 "return_attn_weights", "need_attn", "return_attention_weights", "with_weights", "get_weights",

@@ -24,6 +24,7 @@ MASKS: dict[str, str] = {
     "mask-of-queries": "a mask with an entry for each query, [b, t], whose outputs aren't compared",
     "lengths": "the number of tokens of each sequence, [b]",
     "segments": "the number of each token's segment, [b, t]; tokens attend within their segment",
+    "cumulative-lengths": "where the segments of one sequence end, after a 0, [n + 1]",
 }
 ROLES: dict[str, str] = {
     "x": "tokens, from which queries, keys and values are projected",
@@ -132,6 +133,10 @@ def read_roles(
             for name, (role, _) in roles.items()
             if role in pair
         }
+    for argument in arguments:  # kv in "k, v = kv" are cached keys and values
+        pair = rf"\b\w+, \w+ = {argument.name}\b(?![.(\[])|\b{argument.name}\[[01]\]"
+        if roles[argument.name][0] == "context" and re.search(pair, description.source) and "cache" not in found:
+            roles[argument.name] = ("cache", "its code, which takes a pair apart")
     defaults = {argument.name: argument.default for argument in description.init or ()}
     switches = {**defaults, **init, **description.attributes}
     if off := [name for name, value in switches.items() if "cross_att" in name and value is False]:
@@ -188,6 +193,8 @@ def possible_roles(
     """
     sequences = required_sequences(description, roles)
     ambiguous = [name for name in sequences if is_ambiguous(name, roles)]
+    if any(roles[name][0] is None for name in sequences):  # x may be the context of the other one
+        ambiguous += [name for name in sequences if roles[name] == ("x", "its name")]
     if not ambiguous or len(sequences) != 2 or kind not in (None, "self", "cross"):
         return
     for first, second in (sequences, sequences[::-1]):

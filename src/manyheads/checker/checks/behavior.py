@@ -90,6 +90,8 @@ def check_state(adapter: Adapter) -> Check:
     if dependence := find_dependence(adapter):
         bug = BUGS["context-kept"] if keeps_context(adapter) else None
         bug = BUGS["mask-kept"] if bug is None and keeps_mask(adapter) else bug
+        is_changed = buffers and bug is None and adapter.cache_bug is None
+        bug = BUGS["buffer-changed"] if is_changed else bug
         return failed(f"its output depends on earlier calls: {dependence}.", bug=bug)
     reason = "a call changes no argument, seed, default dtype, thread count or grad mode"
     return passed(reason + f"; it changes {', '.join(buffers)}, without effect on outputs" * bool(buffers))

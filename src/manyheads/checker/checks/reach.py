@@ -12,7 +12,7 @@ from torch import Tensor
 from manyheads.checker.bugs.calls import BUGS
 from manyheads.checker.candidates.attention import AttentionAdapter
 from manyheads.checker.candidates.documentation import read_mask
-from manyheads.checker.candidates.forms import NUMBERS
+from manyheads.checker.candidates.forms import NUMBERS, SEGMENTS
 from manyheads.checker.checks.evidence import with_and_without_weights
 from manyheads.checker.checks.registry import Check, check, convention, failed, judge, passed, skipped
 from manyheads.checker.isolation.errors import CodeError
@@ -56,7 +56,7 @@ def check_masked_keys(adapter: AttentionAdapter) -> Iterator[Check]:
         j = 1 if adapter.always_causal and form.letters not in NUMBERS else inputs.s - 1
         is_visible = torch.arange(inputs.s) != j
         keep, padding = is_visible.expand(2, 1, inputs.t, -1).clone(), is_visible.expand(2, -1)
-        if form.letters == "segments":
+        if form.letters in SEGMENTS:
             keep[..., j, :] = ~is_visible  # a segment of its own
         inputs = inputs.but(**({"keep": keep} if form.is_general else {"padding": padding}), form=feature)
         queries = adapter.unchanged_queries(inputs, j)
