@@ -26,6 +26,8 @@ BUGS: dict[str, Bug] = {bug.name: bug for bug in (
         "add the number of cached tokens to the positions of queries and keys"),
     Bug("positions-by-length", "that reuses something computed for an earlier step of the same length, such as positions",
         "compute it from the position of the first token too, not from the length alone"),
+    Bug("padding-in-steps", "whose steps with a cache treat padding before a sequence otherwise than a call without one, such as in positions",
+        "number the tokens of a step as those of a call are: (attention_mask.cumsum(-1) - 1)[:, -t:], and mask the cached padding too"),
     Bug("cache-not-emptied", "that attends to tokens of an earlier sequence after its cache was reset",
         "empty the cache, and set its length to 0, where a sequence begins"),
     Bug("cache-unasked", "whose calls without a cache depend on earlier calls",

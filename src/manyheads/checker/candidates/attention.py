@@ -131,6 +131,8 @@ class AttentionAdapter(Adapter):
         roles = self.arguments
         if "x" in roles and {"key", "value"} <= set(roles):
             roles["query"] = roles.pop("x")
+        if self.kind == "cross" and "context" not in roles and {"query", "x"} <= set(roles):
+            roles["context"] = roles.pop("x")  # forward(x, latents)
         if self.kind == "cross" and "context" not in roles and {"query", "key"} <= set(roles):
             roles["context"] = roles.pop("key")
         if "query" in roles and "value" not in roles and ("context" in roles or "key" not in roles):
@@ -462,10 +464,20 @@ class AttentionAdapter(Adapter):
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def call(self, x: Inputs, **options: Any) -> Call:
-        """Return the call for these inputs. Arguments are positional where possible."""
+    def call(self, x: Inputs, keys: int | None = None, **options: Any) -> Call:
+        """Return the call for these inputs. Arguments are positional where possible.
+
+        Args:
+            x: The inputs.
+            keys: The number of keys of a mask that is always passed, where there are cached ones too.
+            **options: The options of the call.
+
+        Returns:
+            The call.
+        """
         roles, dtype = self.arguments, x.query.dtype
         groups, default_scale = x.query.shape[1] // x.key.shape[1], x.query.shape[-1] ** -0.5
+        rows = largest_divisor(x.t)
         module = {"training": False, "layer_idx": 0, "is_causal": False, "sinks": None}
         module |= {"num_key_value_groups": groups, "scaling": default_scale}
         values = {
@@ -480,6 +492,8 @@ class AttentionAdapter(Adapter):
             "scale": default_scale if x.scale is None and self._is_required("scale") else x.scale,
             "sink": x.sink,
             "softcap": x.softcap,
+            "rows": rows,
+            "columns": x.t // rows,
             "window": None if x.window is None else x.window[0] + self.window_size,
             "grouped": x.query.shape[1] != x.key.shape[1] or None,
             "module": {"__namespace__": module},
@@ -493,7 +507,7 @@ class AttentionAdapter(Adapter):
         kwargs = {roles[role]: y for role, y in values.items() if role in roles and y is not None}
         kwargs |= dict.fromkeys(self.copies, values["x"])
         kwargs |= {
-            name: form.write(torch.ones(x.b, 1, x.t, x.s, dtype=torch.bool), dtype)
+            name: form.write(torch.ones(x.b, 1, x.t, keys or x.s, dtype=torch.bool), dtype)
             for name, form in self.filled.items()
         }
         padding = None if x.padding is None else x.padding[:, None, None]
@@ -594,7 +608,7 @@ class AttentionAdapter(Adapter):
 
     def grid_sizes(self, t: int) -> list[int]:
         """Return the sizes of these axes for t tokens."""
-        h = max(n for n in range(1, math.isqrt(t) + 1) if t % n == 0)
+        h = largest_divisor(t)
         return [{"h": h, "w": t // h, "t": t}.get(axis, 1) for axis in self.grid_axes]
 
     def sequence_paths(self, call: Call) -> dict[str, tuple[str, ...]]:
@@ -705,3 +719,8 @@ class AttentionAdapter(Adapter):
         """Return True if the right outputs with and without a mask differ."""
         outs = [self.ignore_padding(x, self.exact(y)).out for y in (x, without)]
         return largest_difference(*outs) > 2 * allowed
+
+
+def largest_divisor(t: int) -> int:
+    """Return the number of rows of a grid of t tokens that is as square as possible, with no fewer columns."""
+    return max((n for n in range(1, math.isqrt(t) + 1) if t % n == 0), default=1)

@@ -125,8 +125,8 @@ def read_mask(name: str, text: str) -> MaskDocumentation:
 def is_called_mask(name: str, text: str) -> bool:
     """Return True if documentation says that an argument is a mask."""
     lines, word = lines_about(name, text), re.escape(name)
-    shape, words = r"(?:[\[(][^\])]*[\])]\W*)?", r"(?:(?!before|after)\w+ ){0,3}"
-    is_called_mask = re.search(rf"\b{word}\b\W{{1,3}}{shape}{words}mask\b", text, re.I)
+    shape, words = r"(?:[\[(][^\])]*[\])][^\w\n]*)?", r"(?:(?!before|after)\w+ ){0,3}"
+    is_called_mask = re.search(rf"\b{word}\b[^\w\n]{{1,3}}{shape}{words}mask\b", text, re.I)
     says_true = re.search(rf"\b{word}\b[^.;]{{0,24}}\bTrue\b", lines)
     return bool(is_called_mask or (says_true and read_polarity(lines) is not None))
 

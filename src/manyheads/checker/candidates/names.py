@@ -51,7 +51,8 @@ CONFIGURATION = ("config", "cfg", "args", "conf", "params")
 # -- arguments of a call ---------------------------------------------------------------------------
 
 CALL: dict[str, tuple[str, ...]] = {
-    "query": ("query", "q", "queries", "x_q", "xq", "query_states", "tgt", "query_layer", "Q"),
+    "query": ("query", "q", "queries", "x_q", "xq", "query_states", "tgt", "query_layer", "Q",
+              "latents"),
     "key": ("key", "k", "keys", "x_k", "xk", "key_states", "key_layer", "K"),
     "value": ("value", "v", "values", "x_v", "xv", "value_states", "value_layer", "V"),
     "x": ("x", "input", "inputs", "hidden_states", "hidden", "embeddings", "embedding", "src", "z", "tokens", "seq",
@@ -93,6 +94,8 @@ CALL: dict[str, tuple[str, ...]] = {
     "cos": ("cos", "rotary_cos", "cosines"),
     "sin": ("sin", "rotary_sin", "sines"),
     "angles": ("freqs_cis", "freqs_complex", "pos_cis"),
+    "rows": ("H", "height"),
+    "columns": ("W", "width"),
     "grouped": ("enable_gqa",),
     "softcap": ("softcap", "soft_cap", "logit_cap", "logits_cap", "logit_softcap", "logits_soft_cap", "attn_softcap",
                 "attn_logit_softcapping", "score_cap", "softcapping"),

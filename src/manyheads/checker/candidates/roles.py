@@ -53,6 +53,8 @@ ROLES: dict[str, str] = {
     "window": "the number of keys that each query sees",
     "head-mask": "factors of the weights of each head, [h] or [b, h, 1, 1]",
     "dropout": "the probability of dropout",
+    "rows": "the number of rows of an image whose pixels are the tokens",
+    "columns": "the number of its columns",
     "grouped": "whether there are fewer key heads than query heads",
     "module": "the module that transformers passes to an attention function",
     "ignore": "left at its default",
@@ -193,8 +195,6 @@ def possible_roles(
     """
     sequences = required_sequences(description, roles)
     ambiguous = [name for name in sequences if is_ambiguous(name, roles)]
-    if any(roles[name][0] is None for name in sequences):  # x may be the context of the other one
-        ambiguous += [name for name in sequences if roles[name] == ("x", "its name")]
     if not ambiguous or len(sequences) != 2 or kind not in (None, "self", "cross"):
         return
     for first, second in (sequences, sequences[::-1]):
