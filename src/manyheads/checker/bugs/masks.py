@@ -202,6 +202,8 @@ BUGS = [
         "the last query is at the position of the last key: torch.ones(t, s).tril(diagonal=s - t)",
         override(is_past=lambda o, i, j: j <= i - o.x.offset)),
     Bug("causal-self-only", "whose causal mask leaves only the query's own position visible", TRIL, override(is_past=lambda o, i, j: j == i)),
+    Bug("causal-by-groups", "whose causal mask counts groups of tokens, so that a token attends to later tokens of its group", TRIL,
+        *(override(is_past=lambda o, i, j, n=n: j // n <= i // n) for n in (2, 3, 4))),
     Bug("masked-zero", "whose masked scores are set to 0, or nearly 0, or multiplied by the mask",
         f"a score of 0 still gets a weight (and 1e-9 is not -1e9); {BEFORE}", filled(set_to(0.0))),
     Bug("masked-one", "whose masked scores are set to 1", f"a score of 1 still gets a weight; {BEFORE}", filled(set_to(1.0))),

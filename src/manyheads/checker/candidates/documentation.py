@@ -114,7 +114,7 @@ def read_mask(name: str, text: str) -> MaskDocumentation:
     is_of_floats = re.search(r"\bfloat\w*\b[^.;]*\badded\b|\badded\b[^.;]*\bfloat", lines, re.I)
     return MaskDocumentation(
         polarity,
-        read_shapes(name, lines),
+        read_shapes(name, lines, text),
         is_boolean,
         not is_boolean and is_added(name, lines, polarity),
         is_of_floats is not None,
@@ -185,13 +185,15 @@ def is_added(name: str, lines: str, polarity: bool | None) -> bool:
     return bool(re.search(pattern, lines, re.I))
 
 
-def read_shapes(name: str, lines: str) -> set[str]:
-    """Return the shapes of a mask in letters."""
+def read_shapes(name: str, lines: str, text: str) -> set[str]:
+    """Return the shapes of a mask in letters, without those of groups of tokens, such as K of 3 * K."""
     shapes = set()
     for following in re.findall(rf"\b{re.escape(name)}\b([^;]*)", lines):
         for inside in re.findall(r"[\[(]([\w, ]+)[\])]", following):
             axes = [axis.strip().lower().replace(" ", "_") for axis in inside.split(",")]
-            if len(axes) > 1 and all(axis in LETTERS for axis in axes):
+            last = inside.rpartition(",")[2].strip()
+            is_of_groups = re.search(rf"\b[2-9] ?\*? ?{re.escape(last)}\b", text)
+            if len(axes) > 1 and all(axis in LETTERS for axis in axes) and not is_of_groups:
                 shape = "".join(LETTERS[axis] for axis in axes)
                 shape = "ts" if len(axes) == 2 and axes[0] == axes[1] else shape  # (n, n)
                 if shape[0] == "b" and axes[-1] == "n":  # [b, n] are tokens

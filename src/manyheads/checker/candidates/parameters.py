@@ -250,6 +250,12 @@ def assign_roles(
         if shapes[cubes[0]] == (h, d, e) != queries[0]:  # the only one with these axes
             found[cubes[0]] = "o", "weight", None
             projections.reasons[cubes[0]] = "its shape"
+    named = [path.removesuffix(".weight") for path, shape in shapes.items() if path.endswith(".weight")
+             and len(shape) == 2 and path not in found and re.search(r"proj|out", path)]  # fmt: skip
+    if "o" not in roles and len(named) == 1 and not names.OTHER.search(named[0]):
+        for part in ("weight", "bias"):
+            found[f"{named[0]}.{part}"] = "o", part, None
+            projections.reasons[f"{named[0]}.{part}"] = "the only projection besides q, k and v"
     paths: dict[str, dict[str, list[str]]] = {"weight": {}, "bias": {}}
     order = {path: (found[path][2] or 0, n) for n, path in enumerate(shapes) if path in found}
     for path in sorted(order, key=order.__getitem__):
@@ -319,7 +325,12 @@ def count_heads(description: Description, meaning: str, init: Mapping[str, Any])
     """
     defaults = {arg.name: arg.default for arg in description.init or () if not arg.required}
     configured = [x["values"] for x in init.values() if isinstance(x, dict) and "__configuration__" in x]
-    settings = {path.rpartition(".")[2]: value for path, value in description.settings.items()}
+    layers = {path: description.layers.get(path.rpartition(".")[0], "") for path in description.settings}
+    settings = {
+        path.rpartition(".")[2]: value
+        for path, value in description.settings.items()
+        if not layers[path].startswith(("Conv", "GroupNorm"))  # whose groups aren't heads
+    }
     values = {k: v for each in configured for k, v in each.items()} | settings
     values |= {**defaults, **init, **description.attributes}
     counts = {name: n for name, n in values.items() if type(n) is int and n > 0}
