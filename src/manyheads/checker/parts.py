@@ -369,7 +369,7 @@ class TableBias(Bias):
 
 @dataclass(frozen=True)
 class ShiftedWindow(Bias):
-    """A mask of the windows of an image that is rolled before (Liu et al. 2021, arXiv:2103.14030, section 3.2).
+    """A mask of the windows of an image that is rolled before (Liu et al. 2021, arXiv:2103.14030).
 
     Tokens of a window that the roll moved from the other side of the image see each other only.
 
@@ -389,13 +389,13 @@ class ShiftedWindow(Bias):
 
     def compute(self, oracle: Attention) -> Tensor:
         """Return the bias, `[1, t, s]`."""
-        i, j = oracle.positions()
-        (rows, columns), visible = self.grid, torch.ones_like(i == j)
-        for axis, n in enumerate((rows, columns)):
-            places = [((x // columns if axis == 0 else x % columns) - self.shift) % n for x in (i, j)]
-            windows, moved = ([f(x) for x in places] for f in (lambda x: x // self.size, lambda x: x >= n - self.shift))
-            visible = visible & (windows[0] == windows[1])
-            visible = visible & (moved[0] == moved[1]) if axis in self.separated else visible
+        (i, j), (rows, columns) = oracle.positions(), self.grid
+        visible = torch.ones_like(i == j)
+        for axis, n, stride in ((0, rows, columns), (1, columns, 1)):
+            query, key = ((x // stride - self.shift) % n for x in (i, j))
+            visible = visible & (query // self.size == key // self.size)
+            if axis in self.separated:
+                visible = visible & ((query >= n - self.shift) == (key >= n - self.shift))
         return torch.zeros(1, oracle.x.t, oracle.x.s).to(oracle.q).masked_fill(~visible, self.fill)
 
     def __str__(self) -> str:

@@ -722,5 +722,5 @@ class AttentionAdapter(Adapter):
 
 
 def largest_divisor(t: int) -> int:
-    """Return the number of rows of a grid of t tokens that is as square as possible, with no fewer columns."""
+    """Return the number of rows of a grid of t tokens that is as square as possible."""
     return max((n for n in range(1, math.isqrt(t) + 1) if t % n == 0), default=1)

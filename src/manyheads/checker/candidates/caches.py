@@ -275,7 +275,13 @@ class Cache:
             so_far = so_far.but(padding=x.padding[:, :end])
         if self.mask_length is not None:
             so_far = so_far.but(keep=torch.ones(end, end).tril().bool().expand(x.b, 1, -1, -1))
-        return self.adapter.run(so_far, strict=False).out[..., start:end, :]
+        try:
+            return self.adapter.run(so_far, strict=False).out[..., start:end, :]
+        except CodeError as error:  # a limit on the tokens of a call: steps of one token are right then
+            single = self.run(Sequence(so_far, (1,) * end))
+            if not error.is_refusal or single.error is not None:
+                raise
+            return torch.cat(single.outs[0], -2)[..., start:end, :]
 
     def errors(self, sequence: Sequence, outs: list[Tensor]) -> list[float]:
         """Return the largest difference of each token from a call without a cache."""

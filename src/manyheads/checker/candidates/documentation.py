@@ -73,7 +73,7 @@ def lines_about(name: str, text: str) -> str:
     )
     parts, indent = [], None
     # A line without a stop goes on in the next one, if that is a sentence.
-    for line in re.sub(r"(?<=[a-z,])\n[ \t]*(?=[a-z]+ [a-z]+\b)", " ", text).splitlines():
+    for line in re.sub(r"(?<=[a-z,])\n[ \t]*(?=(?:[a-z]+|[01]) [a-z]+\b)", " ", text).splitlines():
         depth = len(line) - len(line.lstrip())
         indent = None if indent is not None and depth <= indent else indent
         found = [part for part in re.split(begins, line) if re.search(rf"\b{re.escape(name)}\b", part)]

@@ -11,11 +11,14 @@ from torch import Tensor
 # Layouts, by the letters of the axes; "1" is an axis of size one.
 GENERAL_MASKS = ("b1ts", "bts", "tsb", "1ts", "ts")
 KEY_MASKS = ("b11s", "b1s", "1sb", "bs", "sb")
-SEGMENTS = {"segments": "[b, t] numbers of segments", "cumulative-lengths": "[n + 1] ends of segments after 0"}
+SEGMENTS = {
+    "segments": "[b, t] numbers of segments",
+    "cumulative-lengths": "[n + 1] ends of segments after 0",
+}
 NUMBERS = {"lengths": "[b] lengths", **SEGMENTS}
 ANGLES = ("bsd", "sd", "11sd", "b1sd", "1s1d", "bs1d", "1sd", "s1d")  # of cosines and sines
 HEAD_LAYOUTS = ("[b, h, t, d]", "[b, t, h, d]", "[t, b, h, d]", "[b, t, d]", "[t, d]")
-# Of one sequence, and of images and videos whose pixels or frames are the tokens; axes i and j have one entry.
+# Of one sequence, and of images and videos whose pixels or frames are tokens; axes i and j have one entry.
 GRIDS = ("[t, e]", "[b, e, h, w]", "[b, h, w, e]", "[b, e, t, i, j]", "[b, e, i, h, w]", "[b, t, i, j, e]",
          "[b, i, h, w, e]", "[b, e, t]")  # fmt: skip
 # Of returned weights, "b 1 t s" is averaged over the heads, "h t s" over the batch; "bh" is one axis.

@@ -185,6 +185,15 @@ def find_mask(adapter: AttentionAdapter, g: torch.Generator, name: str) -> None:
             f"nothing says whether True keeps or masks a key, and here True {effect} one. If that is meant, "
             f"give {option}{meant}, otherwise {option}{other}."
         )
+    elif (
+        has_effect
+        and all(form.type == "added" and form.letters in ("bs", "sb") for form, _ in accepted)
+        and not (is_given or is_documented_as_added(adapter, name))
+    ):
+        adapter.unjudged[name] = (
+            "ones and zeros for keys mask none here, and nothing says that it is added to the scores. If that "
+            f"is meant, give {option}additive-mask-of-keys, otherwise {option}keep-of-keys."
+        )
     elif has_effect and not is_given and is_beside_mask_of_context(adapter, name, accepted):
         adapter.unjudged[name] = (
             "it masks keys of the context, for which there is another mask. If that is meant, give "
@@ -198,6 +207,12 @@ def find_mask(adapter: AttentionAdapter, g: torch.Generator, name: str) -> None:
                 adapter.filled[name] = form
         if accepted[0][0].type in ("bool", "01"):
             adapter.reasons[name] += f"; polarity {reason}"
+
+
+def is_documented_as_added(adapter: AttentionAdapter, name: str) -> bool:
+    """Return True if documentation says that a mask is added, or that it has an entry for each query too."""
+    documented = documentation.read_mask(name, adapter.text)
+    return documented.is_additive or documented.is_of_floats or "ts" in documented.shapes
 
 
 def changed_by_mask(adapter: AttentionAdapter, name: str, form: MaskForm, calls: list[Inputs]) -> list[bool]:

@@ -60,7 +60,7 @@ CALL: dict[str, tuple[str, ...]] = {
     "context": ("context", "memory", "y", "encoder_hidden_states", "encoder_output", "enc_out", "kv", "cond", "other",
                 "x_kv", "key_value_states", "encoder_outputs", "source", "encoder_out", "mem", "Y", "xc", "xa"),
     "mask": ("mask", "attn_mask", "attention_mask", "src_mask", "att_mask", "masks", "tgt_mask", "keep", "visible",
-             "hidden_mask", "attn_bias"),
+             "hidden_mask", "attn_bias", "adj", "adjacency", "adj_matrix", "adj_mask"),
     "mask-of-keys": ("key_padding_mask", "padding_mask", "pad_mask", "src_key_padding_mask", "key_mask", "key_padding",
                 "src_padding_mask", "padding", "pad", "memory_key_padding_mask", "context_mask",
                 "encoder_padding_mask", "memory_padding_mask", "memory_mask", "pad_masks"),

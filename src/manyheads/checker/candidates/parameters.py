@@ -35,7 +35,8 @@ class ParameterView:
         axes: the letters h, d and e of a weight with an axis of heads, in their order.
         rows: the rows of a packed parameter, from the first to before the second.
         piece: the axis along which a parameter is cut into pieces, the number of the piece and of all pieces.
-        place: 0, 1 or 2 for q, k or v of a packed parameter, which may store each head's q, k and v together.
+        place: The number of q, k or v in a packed parameter, which may store each head's q, k and v together,
+            and the number of all.
     """
 
     path: str
@@ -43,7 +44,7 @@ class ParameterView:
     axes: str = ""
     rows: tuple[int, int] | None = None
     piece: tuple[int, int, int] | None = None
-    place: int | None = None
+    place: tuple[int, int] | None = None
 
     def read(self, tensors: Mapping[str, Tensor], role: str, heads: int, by_head: bool) -> Tensor:
         """Return the weight as `[out, in]`, or the bias as `[out]`."""
@@ -59,7 +60,8 @@ class ParameterView:
             return rearrange(values, self.axes, "hde").flatten(0, 1)
         values = values.mT if self.transposed else values
         if self.place is not None and by_head:
-            return values.unflatten(0, (heads, 3, -1))[:, self.place].flatten(0, 1)
+            n, count = self.place
+            return values.unflatten(0, (heads, count, -1))[:, n].flatten(0, 1)
         return values if self.rows is None else values[slice(*self.rows)]
 
 
@@ -110,8 +112,8 @@ class Projections:
             other = {path: tensors[path] for path in self.unused}
             return Weights(self.heads, self.key_heads, weight, bias, sink, other)
 
-        packed = {view.path for views in self.weight.values() for view in views if view.place is not None}
-        is_divided = all(max(tensors[path].shape) % (3 * self.heads) == 0 for path in packed)
+        packed = {view.path: view.place[1] for views in self.weight.values() for view in views if view.place}
+        is_divided = all(max(tensors[path].shape) % (n * self.heads) == 0 for path, n in packed.items())
         orders = [False, True] if packed and is_divided and self.heads == self.key_heads else [False]
         return [read_order(by_head) for by_head in orders]
 
@@ -390,7 +392,7 @@ def split_packed(
     rows = shape[1 if view.transposed and len(shape) == 2 else 0] // sum(counts)
     bounds = pairwise(rows * count for count in accumulate(counts, initial=0))
     return {
-        letter: [replace(view, rows=each, place=i if role == "qkv" else None)]
+        letter: [replace(view, rows=each, place=(i, n))]
         for i, (letter, each) in enumerate(zip(role, bounds, strict=True))
     }
 

@@ -781,8 +781,8 @@ def remove_parameters(description: Description, init: Mapping[str, Any], paths: 
     is_name = all(part.isidentifier() for owner in owners for part in owner.split("."))  # "" is the class
     if not is_name or not all("Norm" in description.layers.get(owner, "") for owner in owners):
         return (
-            "To judge the attention alone, check a module or a function without the rest, which the "
-            "candidate calls: f(q, k, v, mask)"
+            "To judge the attention alone, check a module or a function without the rest, such as "
+            "f(q, k, v, mask) of heads [b, h, t, d] with --like attention"
         )
     statements = [f"self.{owner} = torch.nn.Identity()" for owner in owners]
     if description.type != "class":

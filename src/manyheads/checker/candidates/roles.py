@@ -137,7 +137,11 @@ def read_roles(
         }
     for argument in arguments:  # kv in "k, v = kv" are cached keys and values
         pair = rf"\b\w+, \w+ = {argument.name}\b(?![.(\[])|\b{argument.name}\[[01]\]"
-        if roles[argument.name][0] == "context" and re.search(pair, description.source) and "cache" not in found:
+        if (
+            roles[argument.name][0] == "context"
+            and re.search(pair, description.source)
+            and "cache" not in found
+        ):
             roles[argument.name] = ("cache", "its code, which takes a pair apart")
     defaults = {argument.name: argument.default for argument in description.init or ()}
     switches = {**defaults, **init, **description.attributes}

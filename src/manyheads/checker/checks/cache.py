@@ -125,7 +125,7 @@ def explain_step(cache: Cache, sequence: Sequence, wrong: int, allowed: float) -
     is_chunk_right = is_right(cache, (4, 3), allowed)
     if windows and lengths[-1] == 1 and is_chunk_right and bool((cached & ~plain)[:start].any()):
         return f"{after}: it attends to tokens outside of its window", BUGS["window-lost-in-steps"]
-    if windows and lengths[-1] > 1 and bool((plain & ~cached)[:start].any()):
+    if lengths[-1] > 1 and bool((plain & ~cached)[:start].any()):
         reason = f"{after}: its first tokens don't attend to all cached tokens of their windows"
         return reason, BUGS["window-trimmed"]
     if is_right(cache, (3, 1, 2), allowed) and not is_right(cache, (2, 2, 2), allowed):
