@@ -191,8 +191,8 @@ def find_mask(adapter: AttentionAdapter, g: torch.Generator, name: str) -> None:
         and not (is_given or is_documented_as_added(adapter, name))
     ):
         adapter.unjudged[name] = (
-            "ones and zeros for keys mask none here, and nothing says that it is added to the scores. If that "
-            f"is meant, give {option}additive-mask-of-keys, otherwise {option}keep-of-keys."
+            "ones and zeros for keys mask none here, and nothing says that it is added to the scores. "
+            f"If that is meant, give {option}additive-mask-of-keys, otherwise {option}keep-of-keys."
         )
     elif has_effect and not is_given and is_beside_mask_of_context(adapter, name, accepted):
         adapter.unjudged[name] = (

@@ -164,7 +164,7 @@ def parameter_role(path: str) -> tuple[str, str, int | None] | None:
     if "lora_" in path.lower():  # of an update of low rank
         return None
     components = path.split(".")
-    part = components.pop() if components[-1] in ("weight", "bias") else "weight"
+    part = components.pop() if len(components) > 1 and components[-1] in ("weight", "bias") else "weight"
     numbers = [int(component) for component in components if component.isdigit()]
     words = [component.lower() for component in components if not component.isdigit()]
     is_list = bool(components) and components[-1].isdigit()
