@@ -212,10 +212,10 @@ class OnesAdded(Layer):
         return self.o_proj(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
 
 
-class PaddedSteps(Wrapped):
+class PaddedSteps(Layer):
     """attention_mask (B, S): 1 for tokens, 0 for padding on the left, for all tokens so far."""
 
-    def forward(self, x: Tensor, attention_mask: Tensor, kv: Any = None) -> Any:  # type: ignore[override]
+    def forward(self, x: Tensor, attention_mask: Tensor, kv: Any = None) -> Any:
         q, k, v = self.heads(x)
         if kv is not None:
             k, v = torch.cat((kv[0], k), -2), torch.cat((kv[1], v), -2)

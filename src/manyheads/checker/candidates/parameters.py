@@ -148,7 +148,14 @@ def find_projections(
     Raises:
         Unclear: If a role has no weight, or the number of heads isn't known.
     """
-    shapes, projections = description.parameters, Projections()
+    layers_of = description.layers
+    shapes = {  # of a convolution with a kernel of one pixel, those of a linear layer
+        path: shape[:2]
+        if set(shape[2:]) == {1} and "Conv" in layers_of.get(path[: -len(".weight")], "")
+        else shape
+        for path, shape in description.parameters.items()
+    }
+    description, projections = replace(description, parameters=shapes), Projections()
     paths = assign_roles(description, layers, projections)
     weight = paths["weight"]
     per_head = max((len(weight[role]) for role in "qkv" if role in weight), default=1)

@@ -17,7 +17,7 @@ from manyheads.checker.checks.evidence import with_and_without_weights
 from manyheads.checker.checks.registry import Check, check, convention, failed, judge, passed, skipped
 from manyheads.checker.isolation.errors import CodeError
 from manyheads.checker.oracle import Inputs, Weights, largest_difference
-from manyheads.checker.parts import POSITIONAL, HeadMixing, Norm
+from manyheads.checker.parts import POSITIONAL, Activation, HeadMixing, Norm
 
 MIXING = ("width", "merged", "output")  # places of norms that mix heads
 # Code that raises one of these errors is wrong for a mask of any shape and type.
@@ -182,7 +182,7 @@ def check_projected_heads(adapter: AttentionAdapter, weights: Weights, inputs: I
     o = weights.weight.get("o")
     value_size = weights.weight["v"].shape[0] // weights.key_heads
     mixes = any(
-        isinstance(part, HeadMixing) or (isinstance(part, Norm) and part.place in MIXING)
+        isinstance(part, HeadMixing | Activation) or (isinstance(part, Norm) and part.place in MIXING)
         for part in adapter.parts
     )
     if (
