@@ -161,8 +161,6 @@ def parameter_role(path: str) -> tuple[str, str, int | None] | None:
 
     `heads.2.query.weight` is ("q", "weight", 2); `W_o` ("o", "weight", None); `b_q` ("q", "bias", None).
     """
-    if "lora_" in path.lower():  # of an update of low rank
-        return None
     components = path.split(".")
     part = components.pop() if len(components) > 1 and components[-1] in ("weight", "bias") else "weight"
     numbers = [int(component) for component in components if component.isdigit()]

@@ -273,19 +273,21 @@ def assign_roles(
             paths[part].setdefault(role, []).append(path)
     for part, each in paths.items():
         for role, listed_paths in each.items():
-            each[role] = select_paths(listed_paths, part, paths["weight"])
+            each[role] = select_paths(listed_paths, part)
     used = {path for each in paths.values() for listed_paths in each.values() for path in listed_paths}
     projections.unused = [path for path in shapes if path not in used and path != projections.sink]
     return paths
 
 
-def select_paths(paths: list[str], part: str, weights: Mapping[str, list[str]]) -> list[str]:
+def select_paths(paths: list[str], part: str) -> list[str]:
     """Return the parameters of a role without those of a second attention layer, or beside a layer's own."""
+    layers = {path: path.removesuffix(f".{part}") for path in paths if path.endswith(f".{part}")}
+    if any(path.startswith(f"{layer}.") for layer in layers.values() for path in paths if path not in layers):
+        return paths  # such as an update of low rank in the layer
     owners = [path.removesuffix(f".{part}").rpartition(".")[0] for path in paths]
     if len({*owners}) > 1 and not any(re.search(r"\d", owner) for owner in owners):
         paths = [path for path, owner in zip(paths, owners, strict=True) if owner == owners[0]]
-    layers = [path for path in paths if path.endswith(f".{part}")]
-    return layers or paths
+    return [path for path in paths if path in layers] or paths
 
 
 def find_packed(description: Description) -> str | None:
