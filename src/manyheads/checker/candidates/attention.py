@@ -688,7 +688,11 @@ class AttentionAdapter(Adapter):
             if len({x.b, x.t, x.s}) == 3 and (h == 1 or h not in (x.b, x.t, x.s)):
                 self.weight_layouts[x.average_weights] = layout
             tensor = tensors[self.weight_place if self.weight_place in fitting else fitting[0]]
-            return rearrange(tensor.unflatten(0, (x.b, h)) if "bh" in layout else tensor, layout, "bhts")
+            if "bh" in layout and re.search(r"head\w* ?[*·] ?b(?:atch\w*)?\b", self.text, re.I):
+                tensor = tensor.unflatten(0, (h, x.b)).transpose(0, 1)  # as documented
+            elif "bh" in layout:
+                tensor = tensor.unflatten(0, (x.b, h))
+            return rearrange(tensor, layout, "bhts")
         return None
 
     def ignore_padding(self, x: Inputs, outputs: Outputs) -> Outputs:

@@ -136,10 +136,10 @@ def read_roles(
             if role in pair
         }
     for argument in arguments:  # kv in "k, v = kv" are cached keys and values
-        pair = rf"\b\w+, \w+ = {argument.name}\b(?![.(\[])|\b{argument.name}\[[01]\]"
+        unpacked = rf"\b\w+, \w+ = {argument.name}\b(?![.(\[])|\b{argument.name}\[[01]\]"
         if (
             roles[argument.name][0] == "context"
-            and re.search(pair, description.source)
+            and re.search(unpacked, description.source)
             and "cache" not in found
         ):
             roles[argument.name] = ("cache", "its code, which takes a pair apart")
