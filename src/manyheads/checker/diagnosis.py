@@ -33,7 +33,7 @@ from manyheads.shapes import sizes
 # The names of the checks whose failure a known bug may explain.
 EXPLAINED = {"values", "causal mask", "mask", "mask of keys", "padding", "added bias", "scale", "shapes",
              "one query", "large scores", "training and evaluation", "rows sum to one", "cache",
-             "grouped heads"}  # fmt: skip
+             "grouped heads", "segments"}  # fmt: skip
 OVERFLOWS = ("no-max-subtracted", "masked-low", "masked-and-divided")  # bugs that need large scores
 LARGE_TOLERANCE = 1e-3  # of outputs at large scores
 ORACLE_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, ZeroDivisionError, TypeError)

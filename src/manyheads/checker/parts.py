@@ -314,6 +314,7 @@ class TableBias(Bias):
         sign: 1 for distances j − i, −1 for i − j.
         is_scaled: Whether the bias is added before the scores are scaled.
         window: The numbers of tokens of a window by axis, such as those of rows and columns.
+        shift: The number of rows and columns by which the tokens are rolled before.
         strides: The factor of the distance on each axis, by default those of a table of all distances.
     """
 
@@ -325,6 +326,7 @@ class TableBias(Bias):
     is_scaled: bool = False
     window: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
+    shift: int = 0
 
     @property
     def natural_strides(self) -> list[int]:
@@ -338,12 +340,13 @@ class TableBias(Bias):
         if self.kind == "positions":
             table = table.reshape(-1, *table.shape[-2:])
             return table[:, i.clamp_max(table.shape[-2] - 1), j.clamp_max(table.shape[-1] - 1)]
-        table = table if table.shape[-1] == h else table.mT
+        table = table.flatten(0, -2) if table.shape[-1] == h else table.mT
         if self.kind == "window":
             index = torch.zeros_like(i - j)
             for axis, stride in enumerate(self.strides or self.natural_strides):
                 n, inner = self.window[axis], math.prod(self.window[axis + 1 :])
-                index = index + (i // inner % n - j // inner % n + n - 1) * stride
+                rows, columns = ((each // inner - self.shift) % n for each in (i, j))
+                index = index + (rows - columns + n - 1) * stride
             return table[index].movedim(-1, 0)
         distances = self.sign * (j - i)
         n = table.shape[0]
@@ -362,6 +365,41 @@ class TableBias(Bias):
             window = " × ".join(map(str, self.window))
             return f"learned bias `{self.path}` by distances in a window of {window} tokens"
         return f"learned bias `{self.path}` by {self.kind}"
+
+
+@dataclass(frozen=True)
+class ShiftedWindow(Bias):
+    """A mask of the windows of an image that is rolled before (Liu et al. 2021, arXiv:2103.14030).
+
+    Tokens of a window that the roll moved from the other side of the image see each other only.
+
+    Attributes:
+        grid: The numbers of rows and columns.
+        size: The number of rows and of columns of a window.
+        shift: The number of rows and columns by which the image is rolled.
+        fill: What is added to masked scores.
+        separated: The axes on which tokens from the other side are masked; all but (0, 1) are bugs.
+    """
+
+    grid: tuple[int, int]
+    size: int
+    shift: int
+    fill: float = -math.inf
+    separated: tuple[int, ...] = (0, 1)
+
+    def compute(self, oracle: Attention) -> Tensor:
+        """Return the bias, `[1, t, s]`."""
+        (i, j), (rows, columns) = oracle.positions(), self.grid
+        visible = torch.ones_like(i == j)
+        for axis, n, stride in ((0, rows, columns), (1, columns, 1)):
+            query, key = ((x // stride - self.shift) % n for x in (i, j))
+            visible = visible & (query // self.size == key // self.size)
+            if axis in self.separated:
+                visible = visible & ((query >= n - self.shift) == (key >= n - self.shift))
+        return torch.zeros(1, oracle.x.t, oracle.x.s).to(oracle.q).masked_fill(~visible, self.fill)
+
+    def __str__(self) -> str:
+        return f"windows of {self.size} × {self.size} tokens, shifted by {self.shift}"
 
 
 def select_buckets(distances: Tensor, n: int, max_distance: int, is_bidirectional: bool) -> Tensor:
@@ -476,6 +514,33 @@ class Temperature(Part):
 
 
 @dataclass(frozen=True)
+class HeadMixing(Part):
+    """Scores or weights of heads, mixed by a matrix (talking heads, Shazeer et al. 2020, arXiv:2003.02436).
+
+    Attributes:
+        path: The parameter, `[h, h]`.
+        place: "scores" or "weights".
+        is_transposed: Whether its rows are the heads that are mixed, rather than the results.
+    """
+
+    path: str
+    place: str
+    is_transposed: bool = False
+
+    def wrappers(self) -> Wrappers:
+        """Return the wrapper of the scaled scores or of the weights."""
+
+        def mix(oracle: Attention, step: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+            matrix = read(oracle, self.path).reshape(x.shape[1], x.shape[1])
+            return torch.einsum("gh,bhts->bgts", matrix.mT if self.is_transposed else matrix, step(x))
+
+        return {"cap_scores" if self.place == "scores" else "mask_weights": mix}
+
+    def __str__(self) -> str:
+        return f"{self.place} of heads mixed by `{self.path}` (talking heads)"
+
+
+@dataclass(frozen=True)
 class NullKeys(Part):
     """Learned keys and values besides those of the tokens, visible to every query.
 
@@ -529,6 +594,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "2 · sigmoid": lambda x: 2 * x.sigmoid(),
     "tanh": torch.tanh,
     "ReLU": torch.relu,
+    "ELU": torch.nn.functional.elu,
+    "GELU": torch.nn.functional.gelu,
     "identity": lambda x: x,
 }
 GATES = ("sigmoid", "SiLU", "2 · sigmoid")  # activations of gates; others are bugs
@@ -567,14 +634,46 @@ class Gate(Part):
 
 @dataclass(frozen=True)
 class Residual(Part):
-    """The input of the queries, added to the output."""
+    """The input of the queries, added to the output, perhaps projected.
+
+    Attributes:
+        weight: The parameter with the weight of its projection, `[out, in]`, or "".
+        bias: The parameter with its bias, or "".
+    """
+
+    weight: str = ""
+    bias: str = ""
 
     def wrappers(self) -> Wrappers:
         """Return the wrapper of the output."""
-        return {"finish": lambda o, step, x: step(x) + o.x.query}
+
+        def add(oracle: Attention, step: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+            residual = oracle.x.query
+            residual = residual @ read(oracle, self.weight).mT if self.weight else residual
+            return step(x) + (residual + read(oracle, self.bias) if self.bias else residual)
+
+        return {"finish": add}
 
     def __str__(self) -> str:
-        return "residual connection around it"
+        return "residual connection around it" + f", projected by `{self.weight}`" * bool(self.weight)
 
 
-POSITIONAL = (RotaryPositions, Window, TableBias, Alibi)  # parts by which the order of tokens matters
+@dataclass(frozen=True)
+class Activation(Part):
+    """The activation at the end of a block, after its residual connection.
+
+    Attributes:
+        function: One of ACTIVATIONS.
+    """
+
+    function: str
+
+    def wrappers(self) -> Wrappers:
+        """Return the wrapper of the output."""
+        return {"finish": lambda o, step, x: ACTIVATIONS[self.function](step(x))}
+
+    def __str__(self) -> str:
+        return f"{self.function} of the output"
+
+
+POSITIONAL = (RotaryPositions, Window, Bias)  # parts by which the order of tokens matters

@@ -19,6 +19,8 @@ BUGS: dict[str, Bug] = {bug.name: bug for bug in (
         "rotate queries and keys by the positions of their tokens, on the axis of tokens: [b, h, t, d] or [b, t, h, d]"),
     Bug("input-changed", "that changes one of its arguments in place, so that the caller's next call with it is another",
         "compute a new tensor: x = x * 2 rather than x *= 2, masked_fill rather than masked_fill_ or x[...] = y"),
+    Bug("buffer-changed", "that changes one of its buffers in place, so that later calls differ",
+        "compute a new tensor: bias = self.mask[:t, :t] + x rather than bias += x, which writes into the buffer"),
     Bug("mask-kept", "that uses the mask of an earlier call again",
         "compute the mask in each call: its shape doesn't tell what it masks"),
     Bug("rotary-rounded", "whose rotary positions or angles are computed in half precision, which doesn't have all positions of a long sequence",

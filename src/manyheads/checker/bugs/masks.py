@@ -127,6 +127,16 @@ def off_by_one(shift: int) -> type[Oracle]:
     return transform(padding_mask=lambda o, x: torch.arange(o.x.s) < x.sum(-1, keepdim=True) + shift)
 
 
+def shifted_mask(shift: int) -> type[Oracle]:
+    """Return an oracle that uses the mask's entries of the tokens before or after."""
+
+    def change(oracle: Attention, visible: Tensor) -> Tensor:
+        rows, columns = ((torch.arange(n) + shift).clamp(0, n - 1) for n in visible.shape[-2:])
+        return visible[..., rows, :][..., columns]
+
+    return transform(given_mask=change)
+
+
 def zeroed_padding(roles: str) -> type[Oracle]:
     """Return an oracle that sets the padded tokens of these roles to 0 before it projects them, and masks none."""
 
@@ -192,6 +202,8 @@ BUGS = [
         "the last query is at the position of the last key: torch.ones(t, s).tril(diagonal=s - t)",
         override(is_past=lambda o, i, j: j <= i - o.x.offset)),
     Bug("causal-self-only", "whose causal mask leaves only the query's own position visible", TRIL, override(is_past=lambda o, i, j: j == i)),
+    Bug("causal-by-groups", "whose causal mask counts groups of tokens, so that a token attends to later tokens of its group", TRIL,
+        *(override(is_past=lambda o, i, j, n=n: j // n <= i // n) for n in (2, 3, 4))),
     Bug("masked-zero", "whose masked scores are set to 0, or nearly 0, or multiplied by the mask",
         f"a score of 0 still gets a weight (and 1e-9 is not -1e9); {BEFORE}", filled(set_to(0.0))),
     Bug("masked-one", "whose masked scores are set to 1", f"a score of 1 still gets a weight; {BEFORE}", filled(set_to(1.0))),
@@ -233,6 +245,8 @@ BUGS = [
         *with_masks(lambda o, visible: visible | (torch.arange(visible.shape[-1]) == 0))),
     Bug("padding-off-by-one", "whose padding starts one key too early or too late", "mask keys j ≥ length: torch.arange(s) >= lengths[:, None]",
         off_by_one(1), off_by_one(-1)),
+    Bug("segment-off-by-one", "whose segments begin one token too late or too early", "token p belongs to the segment whose start is at most p: torch.bucketize(p, ends, right=True)",
+        shifted_mask(-1), shifted_mask(1)),
     Bug("padding-for-padding", "that masks padded keys only for padded queries", "mask padded keys for each query: padding [b, s] becomes [b, 1, 1, s]",
         transform(padding_mask=mask_padded_queries_only)),
     Bug("padding-zeroed", "that sets padded tokens to zero, and doesn't mask them", f"a score of 0 still gets a weight; {BEFORE}",

@@ -33,6 +33,7 @@ from manyheads.checker.parts import (
     Residual,
     RotaryPositions,
     Scale,
+    ShiftedWindow,
     Softcap,
     TableBias,
     Window,
@@ -75,6 +76,9 @@ def part_bugs(part: Part, parts: Replacement) -> Iterator[tuple[str, list[Replac
     for bug in BUGS:
         if isinstance(part, bug.kind) and (variants := bug.replace(part)):
             yield bug.name, variants
+    windows = [each.size for each in parts if isinstance(each, Window)]
+    if isinstance(part, RotaryPositions) and windows:
+        yield "rotary-offset-trimmed", changed(begin=lambda o, steps: min(sum(steps[:-1]), windows[0]))(part)
     norms = [each for each in parts if isinstance(each, Norm) and each != part]
     if isinstance(part, Norm) and norms:
         yield "norm-shared", [(replace(part, scale=each.scale, bias=each.bias),) for each in norms]
@@ -292,6 +296,8 @@ BUGS: list[PartBug] = [
         "read the length of the cache before the step's keys are added to it", RotaryPositions, changed(begin=lambda o, steps: sum(steps), moved=["q", "k", "qk"])),
     PartBug("rotary-offset-miscounted", "whose cache doesn't count tokens but calls, or another axis such as the heads: rotary positions are wrong after the first step",
         "add the number of new tokens, the axis of k that the sequence is on", RotaryPositions, miscounted),
+    PartBug("rotary-offset-trimmed", "whose rotary positions stop at its window, because they count the tokens in a cache that is cut to it",
+        "keep the number of all tokens so far beside the cache", RotaryPositions, lambda part: []),
     PartBug("rotary-again", "that rotates the keys in its cache again in each step", "cache keys after they are rotated and rotate the new ones alone, or cache them before",
         RotaryPositions, changed(rotates_again=True)),
     PartBug("window-off", "whose window is too wide or too narrow, often by one key", WINDOW, Window,
@@ -309,6 +315,8 @@ BUGS: list[PartBug] = [
         lambda part: [(replace(part, kind="both sides"), Wrong(override(causal_mask=lambda o: None)))]),
     PartBug("window-inverted", "that masks what is inside its window", WINDOW, Window,
         lambda part: wrong(wrap(masks=lambda o, step: [*step(), ~part.visible(*o.positions())]))),
+    PartBug("window-wraps", "whose shifted windows let pixels from opposite sides of the image attend to each other", "number the regions between the slices of rows and of columns, and mask pairs of tokens of different numbers: img_mask[:, rows, columns, :] of an image [b, h, w, e]",
+        ShiftedWindow, changed(separated=[(0,), (1,), ()])),
     PartBug("norm-missing", "without one of its norms", "apply the norm", Norm, without),
     PartBug("norm-of-one", "that normalizes only queries or only keys", ALIKE, Norm, one_norm_of_two),
     PartBug("norm-axis", "whose norm is over other axes than the last alone", "normalize over the last axis, each vector by itself", Norm, norm_of_width),

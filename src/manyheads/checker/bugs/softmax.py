@@ -73,6 +73,12 @@ def attend_to_empty_slots(oracle: Attention, weights: Tensor, slots: int, is_sin
     return scores.softmax(-1)[..., : oracle.x.s]
 
 
+def attend_to_block_padding(oracle: Attention, weights: Tensor, size: int) -> Tensor:
+    """Share the weights with keys of zeros that fill the last block of keys."""
+    scores = torch.nn.functional.pad(oracle.scores, (0, -oracle.x.s % size))
+    return weights if oracle.sink() is not None else scores.softmax(-1)[..., : oracle.x.s]
+
+
 def mix_chunks(oracle: Attention, weights: Tensor, size: int) -> Tensor:
     """Add up chunks of keys, each relative to the maximum so far, and divide by the right sum of weights."""
     highest = torch.cat([x.amax(-1, keepdim=True).expand_as(x) for x in oracle.scores.split(size, -1)], -1)
@@ -122,6 +128,8 @@ BUGS = [
         *(override(softmax=lambda o, scores, first=first: drop_key(o, scores, first), mask_weights=lambda o, weights: weights) for first in (True, False))),
     Bug("empty-slots-visible", "that attends to the slots of its cache that are still empty", "mask the slots that no token was written to: slots <= position of the query",
         *(transform(softmax=partial(attend_to_empty_slots, slots=2**n, is_single=is_single)) for n in range(3, 14) for is_single in (True, False))),
+    Bug("block-padding-visible", "that attends to the keys of zeros with which its last block of keys is filled", "mask them: their scores are 0, not −inf",
+        *(transform(softmax=partial(attend_to_block_padding, size=n)) for n in (2, 3, 4, 8, 16, 32, 64, 128))),
     Bug("scores-unsummed", "whose scores are not summed over the head's entries, so that each entry has weights of its own",
         "a score is the sum of products: (q * k).sum(-1), or q @ k.mT",
         override(mix=lambda o, weights: mix_by_entry(o, o.scale())), override(mix=lambda o, weights: mix_by_entry(o, 1.0))),

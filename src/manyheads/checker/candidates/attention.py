@@ -16,7 +16,7 @@ from manyheads.checker.candidates.adapter import Adapter, B, D, Options, S, T
 from manyheads.checker.candidates.construct import PROJECTED
 from manyheads.checker.candidates.documentation import counts_from_start
 from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
-from manyheads.checker.candidates.forms import WEIGHT_LAYOUTS, AngleForm, MaskForm, rearrange
+from manyheads.checker.candidates.forms import SEGMENTS, WEIGHT_LAYOUTS, AngleForm, MaskForm, rearrange
 from manyheads.checker.candidates.parameters import NAME_WEIGHTS, find_projections, input_widths, randomize
 from manyheads.checker.candidates.roles import MASKS, ROLES, Role, may_be_tensor, read_roles
 from manyheads.checker.isolation.candidate import Call, Candidate, Kept
@@ -77,7 +77,7 @@ class AttentionAdapter(Adapter):
         self.angle_form: AngleForm | None = None  # how cosines and sines are passed
         self.filled: dict[str, MaskForm] = {}  # required masks, passed where there is no mask
         self.prepare: Make = lambda b: ()  # the calls before each call, for a batch of this size
-        self.grid = ""  # the layout of x if it is an image or a video, such as "[b, e, h, w]"
+        self.grid = ""  # the layout of x if it is one sequence, an image or a video, such as "[b, e, h, w]"
         self.count: int | None = None  # the number of tokens, if its constructor fixes it
         self.angle_order = ("cos", "sin")  # of a tuple of both
         self.counts_tokens = False  # whether positions are counted without padding
@@ -131,6 +131,8 @@ class AttentionAdapter(Adapter):
         roles = self.arguments
         if "x" in roles and {"key", "value"} <= set(roles):
             roles["query"] = roles.pop("x")
+        if self.kind == "cross" and "context" not in roles and {"query", "x"} <= set(roles):
+            roles["context"] = roles.pop("x")  # forward(x, latents)
         if self.kind == "cross" and "context" not in roles and {"query", "key"} <= set(roles):
             roles["context"] = roles.pop("key")
         if "query" in roles and "value" not in roles and ("context" in roles or "key" not in roles):
@@ -281,6 +283,7 @@ class AttentionAdapter(Adapter):
     ) -> Inputs:
         """Return random inputs without masks. In self-attention, `s` is ignored and equals `t`."""
         crosses = "cross" in self.features
+        b = 1 if self.is_single else b
         t, s = (self.count, self.count) if self.count else (t, s)
         s = s if crosses and s is not None else t
         if self.always_causal and (self.weights is None or not self.counts_from_start):
@@ -419,7 +422,7 @@ class AttentionAdapter(Adapter):
             calls["one query"] = self.draw(g, b, 1, s)
         for feature, (_, form) in self.forms.items():
             write = self.random_mask if form.is_general else self.random_padding
-            write = self.random_segments if form.letters == "segments" else write
+            write = self.random_segments if form.letters in SEGMENTS else write
             calls[feature] = write(self.draw(g, b, t, s), g).but(form=feature)
             if is_optional and self.kind != "sdpa" and feature != "padding":
                 x = write(self.draw(g, b, t), g, True)
@@ -461,10 +464,20 @@ class AttentionAdapter(Adapter):
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def call(self, x: Inputs, **options: Any) -> Call:
-        """Return the call for these inputs. Arguments are positional where possible."""
+    def call(self, x: Inputs, keys: int | None = None, **options: Any) -> Call:
+        """Return the call for these inputs. Arguments are positional where possible.
+
+        Args:
+            x: The inputs.
+            keys: The number of keys of a mask that is always passed, where there are cached ones too.
+            **options: The options of the call.
+
+        Returns:
+            The call.
+        """
         roles, dtype = self.arguments, x.query.dtype
         groups, default_scale = x.query.shape[1] // x.key.shape[1], x.query.shape[-1] ** -0.5
+        rows = largest_divisor(x.t)
         module = {"training": False, "layer_idx": 0, "is_causal": False, "sinks": None}
         module |= {"num_key_value_groups": groups, "scaling": default_scale}
         values = {
@@ -479,20 +492,22 @@ class AttentionAdapter(Adapter):
             "scale": default_scale if x.scale is None and self._is_required("scale") else x.scale,
             "sink": x.sink,
             "softcap": x.softcap,
+            "rows": rows,
+            "columns": x.t // rows,
             "window": None if x.window is None else x.window[0] + self.window_size,
             "grouped": x.query.shape[1] != x.key.shape[1] or None,
             "module": {"__namespace__": module},
             **self._positions(x),
         }
         if self.kind == "cross":
-            values["context"] = x.key.contiguous() if self.grid else values["key"]
+            values["context"] = x.key.contiguous() if self.grid and not self.is_single else values["key"]
         if x.head_mask is not None:
             mask = rearrange(x.head_mask, "h", self.head_mask_letters)
             values["head-mask"] = mask.expand(x.b, *mask.shape[1:]).clone() if mask.dim() == 4 else mask
         kwargs = {roles[role]: y for role, y in values.items() if role in roles and y is not None}
         kwargs |= dict.fromkeys(self.copies, values["x"])
         kwargs |= {
-            name: form.write(torch.ones(x.b, 1, x.t, x.s, dtype=torch.bool), dtype)
+            name: form.write(torch.ones(x.b, 1, x.t, keys or x.s, dtype=torch.bool), dtype)
             for name, form in self.filled.items()
         }
         padding = None if x.padding is None else x.padding[:, None, None]
@@ -555,6 +570,11 @@ class AttentionAdapter(Adapter):
         return calls
 
     @property
+    def is_single(self) -> bool:
+        """Return True if a call takes one sequence, without an axis of batch entries."""
+        return "b" not in self.layouts[1]
+
+    @property
     def layouts(self) -> tuple[str, str]:
         """The layouts of inputs and outputs: the oracle's, and the candidate's."""
         if self.weights is None:
@@ -588,7 +608,7 @@ class AttentionAdapter(Adapter):
 
     def grid_sizes(self, t: int) -> list[int]:
         """Return the sizes of these axes for t tokens."""
-        h = max(n for n in range(1, math.isqrt(t) + 1) if t % n == 0)
+        h = largest_divisor(t)
         return [{"h": h, "w": t // h, "t": t}.get(axis, 1) for axis in self.grid_axes]
 
     def sequence_paths(self, call: Call) -> dict[str, tuple[str, ...]]:
@@ -668,7 +688,11 @@ class AttentionAdapter(Adapter):
             if len({x.b, x.t, x.s}) == 3 and (h == 1 or h not in (x.b, x.t, x.s)):
                 self.weight_layouts[x.average_weights] = layout
             tensor = tensors[self.weight_place if self.weight_place in fitting else fitting[0]]
-            return rearrange(tensor.unflatten(0, (x.b, h)) if "bh" in layout else tensor, layout, "bhts")
+            if "bh" in layout and re.search(r"head\w* ?[*·] ?b(?:atch\w*)?\b", self.text, re.I):
+                tensor = tensor.unflatten(0, (h, x.b)).transpose(0, 1)  # as documented
+            elif "bh" in layout:
+                tensor = tensor.unflatten(0, (x.b, h))
+            return rearrange(tensor, layout, "bhts")
         return None
 
     def ignore_padding(self, x: Inputs, outputs: Outputs) -> Outputs:
@@ -699,3 +723,8 @@ class AttentionAdapter(Adapter):
         """Return True if the right outputs with and without a mask differ."""
         outs = [self.ignore_padding(x, self.exact(y)).out for y in (x, without)]
         return largest_difference(*outs) > 2 * allowed
+
+
+def largest_divisor(t: int) -> int:
+    """Return the number of rows of a grid of t tokens that is as square as possible."""
+    return max((n for n in range(1, math.isqrt(t) + 1) if t % n == 0), default=1)

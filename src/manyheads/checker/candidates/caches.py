@@ -77,6 +77,7 @@ class Cache:
         shares_positions: Whether these have no axis of batch entries.
         mask_length: The number of keys of the causal mask that steps pass; 0 for the tokens so far, None
             for no mask.
+        masks_all: Whether masks of keys have the cached tokens too, and not those of the step alone.
         is_causal: Whether steps are causal although calls without the cache aren't.
     """
 
@@ -88,6 +89,7 @@ class Cache:
     passes_positions: bool = True
     shares_positions: bool = False
     mask_length: int | None = None
+    masks_all: bool = True
     is_causal: bool = False
 
     @property
@@ -189,7 +191,7 @@ class Cache:
                 options = self.pass_on(begun, last)
                 if "return-cache" in roles:
                     options[roles["return-cache"]] = True
-                call = self.adapter.call(tokens)
+                call = self.adapter.call(tokens, keys=start + length if self.masks_all else None)
                 last, start = len(calls), start + length
                 steps.append((n, last, tokens))
                 named = dict(zip(self.adapter.positional, call.args, strict=False)) | call.kwargs | options
@@ -207,6 +209,8 @@ class Cache:
         if self.mask_length is not None:
             keys = torch.arange(self.mask_length or end)
             fields["keep"] = (keys <= torch.arange(start, end)[:, None]).expand(x.b, 1, -1, -1)
+        if x.padding is not None:
+            fields["padding"] = x.padding[:, 0 if self.masks_all else start : end]
         tokens = self.adapter.place(step.but(**fields), torch.arange(start, end).expand(x.b, -1))
         return tokens if self.passes_positions else tokens.but(positions=None)
 
@@ -242,7 +246,6 @@ class Cache:
 
     def draw(self, seed: int, b: int, t: int) -> Inputs:
         """Return random tokens."""
-        b = 1 if self.adapter.head_layout == "[t, d]" else b
         x = self.adapter.draw(torch.Generator().manual_seed(seed), b, t)
         is_switch = "causal" in self.adapter.features and not self.adapter.always_causal
         return self.replace_tokens(x.but(causal=True, offset=0) if is_switch else x, x.query)
@@ -268,9 +271,17 @@ class Cache:
         if self.is_causal and end - start > 1:
             return torch.cat([self.expect(x, i, i + 1) for i in range(start, end)], -2)
         so_far = self.replace_tokens(x, x.query[..., :end, :].contiguous())
+        if x.padding is not None:
+            so_far = so_far.but(padding=x.padding[:, :end])
         if self.mask_length is not None:
             so_far = so_far.but(keep=torch.ones(end, end).tril().bool().expand(x.b, 1, -1, -1))
-        return self.adapter.run(so_far, strict=False).out[..., start:end, :]
+        try:
+            return self.adapter.run(so_far, strict=False).out[..., start:end, :]
+        except CodeError as error:  # a limit on the tokens of a call: steps of one token are right then
+            single = self.run(Sequence(so_far, (1,) * end))
+            if not error.is_refusal or single.error is not None:
+                raise
+            return torch.cat(single.outs[0], -2)[..., start:end, :]
 
     def errors(self, sequence: Sequence, outs: list[Tensor]) -> list[float]:
         """Return the largest difference of each token from a call without a cache."""
@@ -402,8 +413,9 @@ def vary(cache: Cache) -> Iterator[Cache]:
         masks = given + masks if replaces else [*masks, (None, True), *given]
     forms = [(True, False), (True, True)] if "positions" in adapter.arguments else [(True, False)]
     forms += [(False, False)] if PLACES & set(adapter.arguments) else []
-    for (passes, shares), (mask_length, is_causal) in product(forms, masks):
-        varied = replace(cache, mask_length=mask_length, is_causal=is_causal)
+    fills = (True, False) if adapter.filled else (True,)
+    for (passes, shares), (mask_length, is_causal), masks_all in product(forms, masks, fills):
+        varied = replace(cache, mask_length=mask_length, is_causal=is_causal, masks_all=masks_all)
         yield replace(varied, passes_positions=passes, shares_positions=shares)
 
 

@@ -22,7 +22,7 @@ VISIBLE = (
     r"participat\w+|present|looks?|looked"
 )
 EFFECT = re.compile(
-    rf"(?:(?P<negated>\bnot|n't|\bnever|\bnon|\bno)\b[^,]{{0,12}})?\b(?:(?P<masked>{MASKED})|{VISIBLE})\b",
+    rf"(?:(?P<negated>\bnot|n't|\bnever|\bnon|\bno)\b[^,]{{0,12}}?)?\b(?:(?P<masked>{MASKED})|{VISIBLE})\b",
     re.I,
 )
 # Matches "token" in "True = token"; in "True for tokens that are masked" it doesn't decide.
@@ -73,7 +73,7 @@ def lines_about(name: str, text: str) -> str:
     )
     parts, indent = [], None
     # A line without a stop goes on in the next one, if that is a sentence.
-    for line in re.sub(r"(?<=[a-z,])\n[ \t]*(?=[a-z]+ [a-z]+\b)", " ", text).splitlines():
+    for line in re.sub(r"(?<=[a-z,])\n[ \t]*(?=(?:[a-z]+|[01]) [a-z]+\b)", " ", text).splitlines():
         depth = len(line) - len(line.lstrip())
         indent = None if indent is not None and depth <= indent else indent
         found = [part for part in re.split(begins, line) if re.search(rf"\b{re.escape(name)}\b", part)]
@@ -114,7 +114,7 @@ def read_mask(name: str, text: str) -> MaskDocumentation:
     is_of_floats = re.search(r"\bfloat\w*\b[^.;]*\badded\b|\badded\b[^.;]*\bfloat", lines, re.I)
     return MaskDocumentation(
         polarity,
-        read_shapes(name, lines),
+        read_shapes(name, lines, text),
         is_boolean,
         not is_boolean and is_added(name, lines, polarity),
         is_of_floats is not None,
@@ -125,8 +125,8 @@ def read_mask(name: str, text: str) -> MaskDocumentation:
 def is_called_mask(name: str, text: str) -> bool:
     """Return True if documentation says that an argument is a mask."""
     lines, word = lines_about(name, text), re.escape(name)
-    shape, words = r"(?:[\[(][^\])]*[\])]\W*)?", r"(?:(?!before|after)\w+ ){0,3}"
-    is_called_mask = re.search(rf"\b{word}\b\W{{1,3}}{shape}{words}mask\b", text, re.I)
+    shape, words = r"(?:[\[(][^\])]*[\])][^\w\n]*)?", r"(?:(?!before|after)\w+ ){0,3}"
+    is_called_mask = re.search(rf"\b{word}\b[^\w\n]{{1,3}}{shape}{words}mask\b", text, re.I)
     says_true = re.search(rf"\b{word}\b[^.;]{{0,24}}\bTrue\b", lines)
     return bool(is_called_mask or (says_true and read_polarity(lines) is not None))
 
@@ -185,14 +185,17 @@ def is_added(name: str, lines: str, polarity: bool | None) -> bool:
     return bool(re.search(pattern, lines, re.I))
 
 
-def read_shapes(name: str, lines: str) -> set[str]:
-    """Return the shapes of a mask in letters."""
+def read_shapes(name: str, lines: str, text: str) -> set[str]:
+    """Return the shapes of a mask in letters, without those of groups of tokens, such as K of 3 * K."""
     shapes = set()
     for following in re.findall(rf"\b{re.escape(name)}\b([^;]*)", lines):
         for inside in re.findall(r"[\[(]([\w, ]+)[\])]", following):
             axes = [axis.strip().lower().replace(" ", "_") for axis in inside.split(",")]
-            if len(axes) > 1 and all(axis in LETTERS for axis in axes):
+            last = inside.rpartition(",")[2].strip()
+            is_of_groups = re.search(rf"\b[2-9] ?\*? ?{re.escape(last)}\b", text)
+            if len(axes) > 1 and all(axis in LETTERS for axis in axes) and not is_of_groups:
                 shape = "".join(LETTERS[axis] for axis in axes)
+                shape = "ts" if len(axes) == 2 and axes[0] == axes[1] else shape  # (n, n)
                 if shape[0] == "b" and axes[-1] == "n":  # [b, n] are tokens
                     shape = "b" + shape[1:].replace("b", "t")
                 # The last axis is that of the keys: [t, t] means [queries, keys].
@@ -278,7 +281,8 @@ def says_mask_replaces(text: str) -> bool:
 def says_without_context(name: str, context: str, text: str) -> bool:
     """Return True if documentation says that a mask isn't used with a context."""
     lines, other = lines_about(name, text), rf"\b(?:cross|{re.escape(context)})\b"
-    is_excluded = says(lines, rf"\b(?:not|isn't|never|ignored|unused)\b.{{0,30}}{other}")
+    no = r"\b(?:none|not|isn't|never|ignored|unused)\b"
+    is_excluded = says(lines, rf"{no}.{{0,30}}{other}|{other}.{{0,30}}{no}")
     is_of_self = r"\b(?:used|applied|only)\b[\w ]{0,12}\bself[- ]attention\b"
     return is_excluded or (says(lines, is_of_self) and not re.search(other, lines, re.I))
 

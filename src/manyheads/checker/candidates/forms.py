@@ -11,11 +11,15 @@ from torch import Tensor
 # Layouts, by the letters of the axes; "1" is an axis of size one.
 GENERAL_MASKS = ("b1ts", "bts", "tsb", "1ts", "ts")
 KEY_MASKS = ("b11s", "b1s", "1sb", "bs", "sb")
-NUMBERS = {"lengths": "[b] lengths", "segments": "[b, t] numbers of segments"}
+SEGMENTS = {
+    "segments": "[b, t] numbers of segments",
+    "cumulative-lengths": "[n + 1] ends of segments after 0",
+}
+NUMBERS = {"lengths": "[b] lengths", **SEGMENTS}
 ANGLES = ("bsd", "sd", "11sd", "b1sd", "1s1d", "bs1d", "1sd", "s1d")  # of cosines and sines
 HEAD_LAYOUTS = ("[b, h, t, d]", "[b, t, h, d]", "[t, b, h, d]", "[b, t, d]", "[t, d]")
-# Of images and videos whose pixels or frames are the tokens; axes i and j have one entry.
-GRIDS = ("[b, e, h, w]", "[b, h, w, e]", "[b, e, t, i, j]", "[b, e, i, h, w]", "[b, t, i, j, e]",
+# Of one sequence, and of images and videos whose pixels or frames are tokens; axes i and j have one entry.
+GRIDS = ("[t, e]", "[b, e, h, w]", "[b, h, w, e]", "[b, e, t, i, j]", "[b, e, i, h, w]", "[b, t, i, j, e]",
          "[b, i, h, w, e]", "[b, e, t]")  # fmt: skip
 # Of returned weights, "b 1 t s" is averaged over the heads, "h t s" over the batch; "bh" is one axis.
 WEIGHT_LAYOUTS = ("b h t s", "b 1 t s", "b t s", "t s", "t s b h", "h b t s", "bh t s", "t s b", "h t s")
@@ -46,7 +50,8 @@ class MaskForm:
 
     Attributes:
         letters: the axes, one of GENERAL_MASKS or KEY_MASKS; or "lengths", the number of tokens of each
-            sequence; or "segments", the number of each token's segment, `[b, t]`.
+            sequence; or "segments", the number of each token's segment, `[b, t]`; or "cumulative-lengths",
+            where the segments of one sequence end, after a 0.
         keeps: whether True marks a visible key.
         type: "bool", "01" (ones and zeros), "added" (0 or -inf) or "Keep" (a mask of this library).
     """
@@ -58,7 +63,7 @@ class MaskForm:
     @property
     def is_general(self) -> bool:
         """Return True if the mask may differ between queries."""
-        return self.letters in (*GENERAL_MASKS, "segments")
+        return self.letters in (*GENERAL_MASKS, *SEGMENTS)
 
     @property
     def is_shared(self) -> bool:
@@ -71,8 +76,10 @@ class MaskForm:
             return {"__keep__": keep}
         if self.letters == "lengths":
             return rearrange(keep, "bhts", "bs").sum(-1)
-        if self.letters == "segments":  # those of neighboring tokens, counted from 1
+        if self.letters in SEGMENTS:  # those of neighboring tokens, counted from 1
             first = rearrange(keep, "bhts", "bts").to(torch.uint8).argmax(-1)
+            if self.letters == "cumulative-lengths":
+                return torch.cat((first[0].unique(), torch.tensor([keep.shape[-1]])))
             return torch.nn.functional.pad((first.diff() != 0).cumsum(1), (1, 0)) + 1
         mask = rearrange(keep, "bhts", self.letters)
         if self.type == "added":

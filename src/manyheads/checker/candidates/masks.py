@@ -13,7 +13,7 @@ import torch
 from manyheads.checker.candidates import documentation, names
 from manyheads.checker.candidates.adapter import S, T
 from manyheads.checker.candidates.attention import TRIED, AttentionAdapter
-from manyheads.checker.candidates.forms import GENERAL_MASKS, KEY_MASKS, NUMBERS, MaskForm
+from manyheads.checker.candidates.forms import GENERAL_MASKS, KEY_MASKS, NUMBERS, SEGMENTS, MaskForm
 from manyheads.checker.candidates.roles import is_of_context
 from manyheads.checker.oracle import Inputs
 
@@ -41,7 +41,7 @@ def find_masks(adapter: AttentionAdapter, g: torch.Generator) -> None:
     for name, role in adapter.masks.items():
         if role == "lengths":
             add_form(adapter, "keys", name, MaskForm(role))
-        elif role == "segments":
+        elif role in SEGMENTS:
             find_segments(adapter, g, name)
         elif role not in ("mask", "mask-of-queries") or not find_mask_of_queries(adapter, g, name):
             find_mask(adapter, g, name)
@@ -65,15 +65,15 @@ def find_masks(adapter: AttentionAdapter, g: torch.Generator) -> None:
 
 
 def find_segments(adapter: AttentionAdapter, g: torch.Generator, name: str) -> None:
-    """Find whether an argument takes numbers of segments, `[b, t]`."""
-    x = adapter.draw(g)
+    """Find whether an argument takes numbers of segments, `[b, t]`, or where they end."""
+    x, form = adapter.draw(g), MaskForm(adapter.masks[name])
     adapter.last_error = None
-    with trial(adapter, name, MaskForm("segments")):
+    with trial(adapter, name, form):
         masked = adapter.attempt(x.but(keep=torch.ones(x.b, 1, x.t, x.s, dtype=torch.bool), form="trial"))
     if masked is None:
         adapter.rejected_masks[name] = adapter.last_error
     else:
-        add_form(adapter, "segments", name, MaskForm("segments"))
+        add_form(adapter, "segments", name, form)
 
 
 def reject_other_effects(adapter: AttentionAdapter, g: torch.Generator, name: str) -> None:
@@ -185,6 +185,15 @@ def find_mask(adapter: AttentionAdapter, g: torch.Generator, name: str) -> None:
             f"nothing says whether True keeps or masks a key, and here True {effect} one. If that is meant, "
             f"give {option}{meant}, otherwise {option}{other}."
         )
+    elif (
+        has_effect
+        and all(form.type == "added" and form.letters in ("bs", "sb") for form, _ in accepted)
+        and not (is_given or is_documented_as_added(adapter, name))
+    ):
+        adapter.unjudged[name] = (
+            "ones and zeros for keys mask none here, and nothing says that it is added to the scores. "
+            f"If that is meant, give {option}additive-mask-of-keys, otherwise {option}keep-of-keys."
+        )
     elif has_effect and not is_given and is_beside_mask_of_context(adapter, name, accepted):
         adapter.unjudged[name] = (
             "it masks keys of the context, for which there is another mask. If that is meant, give "
@@ -198,6 +207,12 @@ def find_mask(adapter: AttentionAdapter, g: torch.Generator, name: str) -> None:
                 adapter.filled[name] = form
         if accepted[0][0].type in ("bool", "01"):
             adapter.reasons[name] += f"; polarity {reason}"
+
+
+def is_documented_as_added(adapter: AttentionAdapter, name: str) -> bool:
+    """Return True if documentation says that a mask is added, or that it has an entry for each query too."""
+    documented = documentation.read_mask(name, adapter.text)
+    return documented.is_additive or documented.is_of_floats or "ts" in documented.shapes
 
 
 def changed_by_mask(adapter: AttentionAdapter, name: str, form: MaskForm, calls: list[Inputs]) -> list[bool]:

@@ -51,7 +51,8 @@ CONFIGURATION = ("config", "cfg", "args", "conf", "params")
 # -- arguments of a call ---------------------------------------------------------------------------
 
 CALL: dict[str, tuple[str, ...]] = {
-    "query": ("query", "q", "queries", "x_q", "xq", "query_states", "tgt", "query_layer", "Q"),
+    "query": ("query", "q", "queries", "x_q", "xq", "query_states", "tgt", "query_layer", "Q",
+              "latents"),
     "key": ("key", "k", "keys", "x_k", "xk", "key_states", "key_layer", "K"),
     "value": ("value", "v", "values", "x_v", "xv", "value_states", "value_layer", "V"),
     "x": ("x", "input", "inputs", "hidden_states", "hidden", "embeddings", "embedding", "src", "z", "tokens", "seq",
@@ -59,12 +60,13 @@ CALL: dict[str, tuple[str, ...]] = {
     "context": ("context", "memory", "y", "encoder_hidden_states", "encoder_output", "enc_out", "kv", "cond", "other",
                 "x_kv", "key_value_states", "encoder_outputs", "source", "encoder_out", "mem", "Y", "xc", "xa"),
     "mask": ("mask", "attn_mask", "attention_mask", "src_mask", "att_mask", "masks", "tgt_mask", "keep", "visible",
-             "hidden_mask", "attn_bias"),
+             "hidden_mask", "attn_bias", "adj", "adjacency", "adj_matrix", "adj_mask"),
     "mask-of-keys": ("key_padding_mask", "padding_mask", "pad_mask", "src_key_padding_mask", "key_mask", "key_padding",
                 "src_padding_mask", "padding", "pad", "memory_key_padding_mask", "context_mask",
                 "encoder_padding_mask", "memory_padding_mask", "memory_mask", "pad_masks"),
     "lengths": ("lengths", "valid_lens", "valid_len", "lens"),
     "segments": ("segment_ids", "doc_ids", "document_ids", "seg_ids", "seq_ids", "sequence_ids", "packing_ids"),
+    "cumulative-lengths": ("cu_seqlens", "cu_seq_lens", "cu_lens", "cu_lengths", "cumulative_lengths"),
     "causal": ("causal", "is_causal", "masked", "use_causal_mask", "causal_mask", "use_causal"),
     "weights": ("need_weights", "return_weights", "output_attentions", "return_attention", "return_attn",
                 "return_attn_weights", "need_attn", "return_attention_weights", "with_weights", "get_weights",
@@ -92,6 +94,8 @@ CALL: dict[str, tuple[str, ...]] = {
     "cos": ("cos", "rotary_cos", "cosines"),
     "sin": ("sin", "rotary_sin", "sines"),
     "angles": ("freqs_cis", "freqs_complex", "pos_cis"),
+    "rows": ("H", "height"),
+    "columns": ("W", "width"),
     "grouped": ("enable_gqa",),
     "softcap": ("softcap", "soft_cap", "logit_cap", "logits_cap", "logit_softcap", "logits_soft_cap", "attn_softcap",
                 "attn_logit_softcapping", "score_cap", "softcapping"),
@@ -158,7 +162,7 @@ def parameter_role(path: str) -> tuple[str, str, int | None] | None:
     `heads.2.query.weight` is ("q", "weight", 2); `W_o` ("o", "weight", None); `b_q` ("q", "bias", None).
     """
     components = path.split(".")
-    part = components.pop() if components[-1] in ("weight", "bias") else "weight"
+    part = components.pop() if len(components) > 1 and components[-1] in ("weight", "bias") else "weight"
     numbers = [int(component) for component in components if component.isdigit()]
     words = [component.lower() for component in components if not component.isdigit()]
     is_list = bool(components) and components[-1].isdigit()

@@ -35,7 +35,8 @@ class ParameterView:
         axes: the letters h, d and e of a weight with an axis of heads, in their order.
         rows: the rows of a packed parameter, from the first to before the second.
         piece: the axis along which a parameter is cut into pieces, the number of the piece and of all pieces.
-        place: 0, 1 or 2 for q, k or v of a packed parameter, which may store each head's q, k and v together.
+        place: The number of q, k or v in a packed parameter, which may store each head's q, k and v together,
+            and the number of all.
     """
 
     path: str
@@ -43,7 +44,7 @@ class ParameterView:
     axes: str = ""
     rows: tuple[int, int] | None = None
     piece: tuple[int, int, int] | None = None
-    place: int | None = None
+    place: tuple[int, int] | None = None
 
     def read(self, tensors: Mapping[str, Tensor], role: str, heads: int, by_head: bool) -> Tensor:
         """Return the weight as `[out, in]`, or the bias as `[out]`."""
@@ -59,7 +60,8 @@ class ParameterView:
             return rearrange(values, self.axes, "hde").flatten(0, 1)
         values = values.mT if self.transposed else values
         if self.place is not None and by_head:
-            return values.unflatten(0, (heads, 3, -1))[:, self.place].flatten(0, 1)
+            n, count = self.place
+            return values.unflatten(0, (heads, count, -1))[:, n].flatten(0, 1)
         return values if self.rows is None else values[slice(*self.rows)]
 
 
@@ -110,8 +112,8 @@ class Projections:
             other = {path: tensors[path] for path in self.unused}
             return Weights(self.heads, self.key_heads, weight, bias, sink, other)
 
-        packed = {view.path for views in self.weight.values() for view in views if view.place is not None}
-        is_divided = all(max(tensors[path].shape) % (3 * self.heads) == 0 for path in packed)
+        packed = {view.path: view.place[1] for views in self.weight.values() for view in views if view.place}
+        is_divided = all(max(tensors[path].shape) % (n * self.heads) == 0 for path, n in packed.items())
         orders = [False, True] if packed and is_divided and self.heads == self.key_heads else [False]
         return [read_order(by_head) for by_head in orders]
 
@@ -146,7 +148,14 @@ def find_projections(
     Raises:
         Unclear: If a role has no weight, or the number of heads isn't known.
     """
-    shapes, projections = description.parameters, Projections()
+    layers_of = description.layers
+    shapes = {  # of a convolution with a kernel of one pixel, those of a linear layer
+        path: shape[:2]
+        if set(shape[2:]) == {1} and "Conv" in layers_of.get(path[: -len(".weight")], "")
+        else shape
+        for path, shape in description.parameters.items()
+    }
+    description, projections = replace(description, parameters=shapes), Projections()
     paths = assign_roles(description, layers, projections)
     weight = paths["weight"]
     per_head = max((len(weight[role]) for role in "qkv" if role in weight), default=1)
@@ -250,15 +259,35 @@ def assign_roles(
         if shapes[cubes[0]] == (h, d, e) != queries[0]:  # the only one with these axes
             found[cubes[0]] = "o", "weight", None
             projections.reasons[cubes[0]] = "its shape"
+    named = [path.removesuffix(".weight") for path, shape in shapes.items() if path.endswith(".weight")
+             and len(shape) == 2 and path not in found and re.search(r"proj|out", path)]  # fmt: skip
+    if "o" not in roles and len(named) == 1 and not names.OTHER.search(named[0]):
+        for part in ("weight", "bias"):
+            found[f"{named[0]}.{part}"] = "o", part, None
+            projections.reasons[f"{named[0]}.{part}"] = "the only projection besides q, k and v"
     paths: dict[str, dict[str, list[str]]] = {"weight": {}, "bias": {}}
     order = {path: (found[path][2] or 0, n) for n, path in enumerate(shapes) if path in found}
     for path in sorted(order, key=order.__getitem__):
         role, part, _ = found[path]
         if (role, part) != ("qkv", "weight") or "q" not in roles:
             paths[part].setdefault(role, []).append(path)
+    for part, each in paths.items():
+        for role, listed_paths in each.items():
+            each[role] = select_paths(listed_paths, part)
     used = {path for each in paths.values() for listed_paths in each.values() for path in listed_paths}
     projections.unused = [path for path in shapes if path not in used and path != projections.sink]
     return paths
+
+
+def select_paths(paths: list[str], part: str) -> list[str]:
+    """Return the parameters of a role without those of a second attention layer, or beside a layer's own."""
+    layers = {path: path.removesuffix(f".{part}") for path in paths if path.endswith(f".{part}")}
+    if any(path.startswith(f"{layer}.") for layer in layers.values() for path in paths if path not in layers):
+        return paths  # such as an update of low rank in the layer
+    owners = [path.removesuffix(f".{part}").rpartition(".")[0] for path in paths]
+    if len({*owners}) > 1 and not any(re.search(r"\d", owner) for owner in owners):
+        paths = [path for path, owner in zip(paths, owners, strict=True) if owner == owners[0]]
+    return [path for path in paths if path in layers] or paths
 
 
 def find_packed(description: Description) -> str | None:
@@ -307,7 +336,12 @@ def count_heads(description: Description, meaning: str, init: Mapping[str, Any])
     """
     defaults = {arg.name: arg.default for arg in description.init or () if not arg.required}
     configured = [x["values"] for x in init.values() if isinstance(x, dict) and "__configuration__" in x]
-    settings = {path.rpartition(".")[2]: value for path, value in description.settings.items()}
+    layers = {path: description.layers.get(path.rpartition(".")[0], "") for path in description.settings}
+    settings = {
+        path.rpartition(".")[2]: value
+        for path, value in description.settings.items()
+        if not layers[path].startswith(("Conv", "GroupNorm"))  # whose groups aren't heads
+    }
     values = {k: v for each in configured for k, v in each.items()} | settings
     values |= {**defaults, **init, **description.attributes}
     counts = {name: n for name, n in values.items() if type(n) is int and n > 0}
@@ -367,7 +401,7 @@ def split_packed(
     rows = shape[1 if view.transposed and len(shape) == 2 else 0] // sum(counts)
     bounds = pairwise(rows * count for count in accumulate(counts, initial=0))
     return {
-        letter: [replace(view, rows=each, place=i if role == "qkv" else None)]
+        letter: [replace(view, rows=each, place=(i, n))]
         for i, (letter, each) in enumerate(zip(role, bounds, strict=True))
     }
 

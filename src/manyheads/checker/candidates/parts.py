@@ -32,9 +32,12 @@ from manyheads.checker.isolation.errors import CodeError
 from manyheads.checker.oracle import Attention, Inputs, Weights, largest_difference
 from manyheads.checker.overrides import compose
 from manyheads.checker.parts import (
+    ACTIVATIONS,
     GATES,
+    Activation,
     Alibi,
     Gate,
+    HeadMixing,
     Norm,
     NoWindow,
     NullKeys,
@@ -42,6 +45,7 @@ from manyheads.checker.parts import (
     Residual,
     RotaryPositions,
     Scale,
+    ShiftedWindow,
     Softcap,
     TableBias,
     Temperature,
@@ -262,7 +266,7 @@ class Search:
         window = None if visible is None else self.find_window(visible)
         adapter.has_positions = self.positions_matter(min(t, 6) if window is None else min(6, window.size))
         effective = self.find_effective(*calls[0])
-        inside: Parts = () if window is None else (window,)
+        inside: Parts = self.shifted_window() if window is None else (window,)
         outer, found_around = self.find_surroundings()
         rest = [group for group in effective if group not in outer]
         surroundings: list[tuple[int, Parts]] = []
@@ -275,6 +279,8 @@ class Search:
 
         readings = adapter.readings
         for n, found in candidates():
+            if Residual() in found and not (has_outer_norm(found) or self.says_residual):
+                continue  # of a layer without a norm, a residual connection is a bug
             if self.has_idle_norm(found, effective) or self.error(found, readings[n], calls) > LOOSE:
                 continue
             if self.confirm(self.refine(found, readings[n]), n):
@@ -288,6 +294,8 @@ class Search:
         It does if no mask of its callers can have a window.
         """
         adapter = self.adapter
+        if adapter.count is not None:  # all of them are a window
+            return []
         of_keys = [
             role.endswith("of-keys") or role in NUMBERS or is_documented_for_keys(name, adapter.text)
             for name, role in adapter.masks.items()
@@ -300,6 +308,17 @@ class Search:
     def stated_window(self) -> Parts:
         """Return the window that a caller sets, if there is one."""
         return tuple(Window(size, first=self.count_first()) for size in self.window_sizes()[:1])
+
+    def shifted_window(self) -> Parts:
+        """Return the shifted window that a caller sets, if tokens are the pixels of an image."""
+        named, axes = self.numbers.named_like, self.adapter.grid_axes
+        shifts = [int(x) for x in named(r"shift").values() if x >= 1]
+        sizes = [int(x) for x in named(r"window|\bws\b").values() if x > 1]
+        if not (shifts and sizes and self.adapter.count) or axes != ["h", "w"]:
+            return ()
+        rows, columns = self.adapter.grid_sizes(self.adapter.count)
+        fill = -100.0 if re.search(r"-100(?:\.0?)?\b", self.adapter.description.source) else -math.inf
+        return (ShiftedWindow((rows, columns), sizes[0], shifts[0], fill),)
 
     def count_first(self) -> int:
         """Return the number of first tokens that a window always shows, as a caller sets it."""
@@ -424,6 +443,7 @@ class Search:
         rest = [group for group in self.groups if group not in outer]
         scores = list(islice(self.score_parts(rest), MOST_PLAUSIBLE)) or [()]
         sets = [outside + parts + inside for parts, outside in product(scores, around)]
+        sets = [x for x in sets if Residual() not in x or has_outer_norm(x) or self.says_residual]
         # A bug can look like a window, so the surroundings are tried without one, too.
         others = [around[0] + parts + inside for parts in self.each_option(rest)]
         adapter.plausible = [*dict.fromkeys([*sets[:MOST_PLAUSIBLE], *others, *around[:2], ()])]
@@ -432,13 +452,29 @@ class Search:
 
     # -- what surrounds attention ------------------------------------------------------------------
 
+    @property
+    def says_residual(self) -> bool:
+        """Return True if documentation or an argument of the constructor names a residual connection."""
+        said = " ".join((self.adapter.text, *(arg.name for arg in self.adapter.description.init or ())))
+        return re.search(r"residual|skip connection", said, re.I) is not None
+
+    @property
+    def has_query_norm(self) -> bool:
+        """Return True if a norm may be that of the queries' input alone, which one token doesn't show."""
+        widths, layers = self.adapter.widths, self.adapter.description.layers
+        norms = [group for group in self.groups if "Norm" in layers.get(group, "")]
+        return "cross" in self.adapter.features and any(self.shape(x) == widths[:1] for x in norms)
+
     def surroundings(self, groups: list[str]) -> Iterator[Parts]:
         """Yield sets of parts that surround attention and use these groups, the likely ones first."""
-        said = " ".join((self.adapter.text, *(arg.name for arg in self.adapter.description.init or ())))
         for chosen in ranked([list(self.outer_options(group)) for group in groups]):
-            has_norm = any(norm.place in ("input", "output") for norm in select(chosen, Norm))
+            has_norm = self.has_query_norm or has_outer_norm(chosen)
             yield from arrange(chosen)
-            if has_norm or re.search(r"residual|skip connection", said, re.I):
+            if select(chosen, Residual):  # projected, as in a block that ends in an activation
+                for function in ACTIVATIONS:
+                    if re.search(rf"\b{function}\b", self.adapter.description.source, re.I):
+                        yield from arrange((*chosen, Activation(function)))
+            if has_norm or self.says_residual:
                 yield from arrange((*chosen, Residual()))
 
     def outer_options(self, group: str) -> Iterator[Part]:
@@ -457,6 +493,10 @@ class Search:
                     yield Gate(path, bias, function)
                 if width == q and out == weights.out_width:
                     yield Gate(path, bias, function, "output")
+            if width == q and out == weights.out_width:
+                yield Residual(path, bias)
+            if out == width == h:
+                yield from (HeadMixing(path, "weights", is_transposed) for is_transposed in (False, True))
         if matrices:
             return
         n = weights.other[paths[0]].numel()
@@ -562,13 +602,18 @@ class Search:
                 forms.sort(key=lambda form: form != "divisor")
             yield from (Temperature(path, form) for form in forms)
             yield Alibi(path, is_symmetric=not self.adapter.always_causal)
+        if n == h * h and len(shape) >= 2 and shape[0] == h:
+            yield from (HeadMixing(path, "scores", is_transposed) for is_transposed in (False, True))
         if len(shape) >= 2 and h in shape and len(paths) == 1:
+            shifts = [int(x) for x in self.numbers.named_like(r"shift").values()]
+            for window in factorize(self.adapter.count or 0):
+                if math.prod(2 * n - 1 for n in window) * h == n:
+                    yield from (
+                        TableBias(path, "window", window=window, shift=shift) for shift in [*shifts[:1], 0]
+                    )
             if len(shape) > 2 and shape[-1] == shape[-2]:
                 yield TableBias(path, "positions")
             elif len(shape) == 2:
-                for window in factorize(self.adapter.count or 0):
-                    if math.prod(2 * n - 1 for n in window) in shape:
-                        yield TableBias(path, "window", window=window)
                 is_decoder = self.adapter.description.attributes.get("is_decoder") is True
                 both = (False, True) if self.adapter.always_causal or is_decoder else (True,)
                 distances = {128, *(int(x) for x in self.numbers.named_like(r"dist").values())}
@@ -645,6 +690,8 @@ class Search:
             found.append(Scale(1.0, "as documented"))
         if "relative_attention_num_buckets" in self.numbers.named:
             found.append(Scale(1.0, "as in T5"))
+        if self.adapter.grid and self.adapter.heads == 1 and any(self.shape(x) == (1,) for x in self.groups):
+            found.append(Scale(1.0, "as in SAGAN, whose output has a learned factor"))
         unscaled = [Scale(1.0, UNSCALED)]
         return unscaled + found if re.search(COSINES, self.adapter.description.source) else found + unscaled
 
@@ -695,6 +742,11 @@ def ranked(slots: list[list[Choice]]) -> Iterator[tuple[Choice, ...]]:
     yield from islice((chosen for total in totals for chosen in with_sum(slots, total)), MOST_SETS)
 
 
+def has_outer_norm(parts: Parts) -> bool:
+    """Return True if one of the parts is a norm of the input or the output, as in a block."""
+    return any(norm.place in ("input", "output") for norm in select(parts, Norm))
+
+
 def group_of(path: str) -> str:
     """Return the module that a parameter belongs to, or the parameter if it is the candidate's own."""
     return path.rpartition(".")[0] or path
@@ -729,8 +781,8 @@ def remove_parameters(description: Description, init: Mapping[str, Any], paths: 
     is_name = all(part.isidentifier() for owner in owners for part in owner.split("."))  # "" is the class
     if not is_name or not all("Norm" in description.layers.get(owner, "") for owner in owners):
         return (
-            "To judge the attention alone, check a module or a function without the rest, which the "
-            "candidate calls: f(q, k, v, mask)"
+            "To judge the attention alone, check a module or a function without the rest, such as "
+            "f(q, k, v, mask) of heads [b, h, t, d] with --like attention"
         )
     statements = [f"self.{owner} = torch.nn.Identity()" for owner in owners]
     if description.type != "class":

@@ -256,7 +256,7 @@ def probe(adapter: AttentionAdapter) -> AttentionAdapter:
 
 
 def find_tokens(adapter: AttentionAdapter, g: torch.Generator) -> None:
-    """Find whether tokens are the pixels of an image or a video, and whether their number is fixed.
+    """Find whether tokens are one sequence or the pixels of an image, and whether their number is fixed.
 
     This is tried if no call with tokens `[b, t, e]` is accepted. If several grids are, it is the first in
     which a token affects others.
@@ -357,7 +357,7 @@ def find_head_layout(adapter: AttentionAdapter, g: torch.Generator) -> None:
     documented = [layout for layout in forms.HEAD_LAYOUTS[1:3] if layout[:-1] in text]
     for layout in dict.fromkeys([*documented, *forms.HEAD_LAYOUTS]):
         adapter.head_layout = layout
-        if adapter.attempt(adapter.draw(g, b=1 if layout == "[t, d]" else B, s=S)) is not None:
+        if adapter.attempt(adapter.draw(g, s=S)) is not None:
             adapter.layout_reason = "trial calls"
             return
     adapter.head_layout = "[b, h, t, d]"

@@ -24,6 +24,7 @@ MASKS: dict[str, str] = {
     "mask-of-queries": "a mask with an entry for each query, [b, t], whose outputs aren't compared",
     "lengths": "the number of tokens of each sequence, [b]",
     "segments": "the number of each token's segment, [b, t]; tokens attend within their segment",
+    "cumulative-lengths": "where the segments of one sequence end, after a 0, [n + 1]",
 }
 ROLES: dict[str, str] = {
     "x": "tokens, from which queries, keys and values are projected",
@@ -52,6 +53,8 @@ ROLES: dict[str, str] = {
     "window": "the number of keys that each query sees",
     "head-mask": "factors of the weights of each head, [h] or [b, h, 1, 1]",
     "dropout": "the probability of dropout",
+    "rows": "the number of rows of an image whose pixels are the tokens",
+    "columns": "the number of its columns",
     "grouped": "whether there are fewer key heads than query heads",
     "module": "the module that transformers passes to an attention function",
     "ignore": "left at its default",
@@ -132,6 +135,14 @@ def read_roles(
             for name, (role, _) in roles.items()
             if role in pair
         }
+    for argument in arguments:  # kv in "k, v = kv" are cached keys and values
+        unpacked = rf"\b\w+, \w+ = {argument.name}\b(?![.(\[])|\b{argument.name}\[[01]\]"
+        if (
+            roles[argument.name][0] == "context"
+            and re.search(unpacked, description.source)
+            and "cache" not in found
+        ):
+            roles[argument.name] = ("cache", "its code, which takes a pair apart")
     defaults = {argument.name: argument.default for argument in description.init or ()}
     switches = {**defaults, **init, **description.attributes}
     if off := [name for name, value in switches.items() if "cross_att" in name and value is False]:

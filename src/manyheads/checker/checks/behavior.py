@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
@@ -33,6 +34,7 @@ from manyheads.checker.isolation.trees import top_tensors
 from manyheads.checker.oracle import Attention, Inputs, largest_difference
 
 LENGTHS = (256, 512, 1024, 2048)  # numbers of tokens at which memory is measured
+SLOW = 2.0  # seconds of a call, after which no longer one is tried
 MEGABYTE = 2**20
 LONGEST = 600  # tokens of a call that exceeds the length that a candidate is made for
 
@@ -90,6 +92,8 @@ def check_state(adapter: Adapter) -> Check:
     if dependence := find_dependence(adapter):
         bug = BUGS["context-kept"] if keeps_context(adapter) else None
         bug = BUGS["mask-kept"] if bug is None and keeps_mask(adapter) else bug
+        is_changed = buffers and bug is None and adapter.cache_bug is None
+        bug = BUGS["buffer-changed"] if is_changed else bug
         return failed(f"its output depends on earlier calls: {dependence}.", bug=bug)
     reason = "a call changes no argument, seed, default dtype, thread count or grad mode"
     return passed(reason + f"; it changes {', '.join(buffers)}, without effect on outputs" * bool(buffers))
@@ -185,10 +189,15 @@ def check_memory(adapter: AttentionAdapter) -> Check:
     peaks: dict[int, int] = {}
     with contextlib.suppress(CodeError):  # the candidate may limit the length
         for length in LENGTHS:
+            begun = time.monotonic()
             inputs = adapter.draw(torch.Generator().manual_seed(28), 1, length)
             if (peak := adapter.answer(inputs, memory=True).peak) is None:
                 return skipped("this system doesn't report the peak of a call")
             peaks[length] = peak
+            if (
+                time.monotonic() - begun > SLOW
+            ):  # a loop over blocks: a longer call could reach the time limit
+                break
     lengths = [length for length in peaks if peaks[length] > MEGABYTE]
     if len(lengths) < 2:
         longest = max(peaks, default=0)

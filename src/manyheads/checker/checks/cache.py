@@ -13,6 +13,7 @@ from manyheads.checker.bugs import Bug
 from manyheads.checker.bugs.caches import BUGS
 from manyheads.checker.candidates.attention import AttentionAdapter
 from manyheads.checker.candidates.caches import Cache, Run, Sequence
+from manyheads.checker.candidates.errors import UnexpectedOutput
 from manyheads.checker.checks.registry import Check, check, failed, passed, skipped
 from manyheads.checker.isolation.errors import CodeError
 from manyheads.checker.oracle import Inputs, largest_difference
@@ -68,6 +69,9 @@ def check_cache(adapter: AttentionAdapter) -> Check:
             reason, adapter.cache_bug = explain_step(cache, sequence, wrong, allowed)
             return failed(f"{trial}: {reason}.", max(errors), allowed, adapter.cache_bug)
         worst = max([worst, *errors])
+    if (difference := compare_padded(cache, steps)) > allowed:
+        reason = "with padding before the first token of a sequence, steps differ from one call."
+        return failed(reason, difference, allowed, BUGS["padding-in-steps"])
     for reason, name, error in compare_sequences(cache, steps, allowed):
         adapter.cache_bug = BUGS.get(name)
         return failed(f"{reason}.", error, allowed, adapter.cache_bug)
@@ -121,7 +125,7 @@ def explain_step(cache: Cache, sequence: Sequence, wrong: int, allowed: float) -
     is_chunk_right = is_right(cache, (4, 3), allowed)
     if windows and lengths[-1] == 1 and is_chunk_right and bool((cached & ~plain)[:start].any()):
         return f"{after}: it attends to tokens outside of its window", BUGS["window-lost-in-steps"]
-    if windows and lengths[-1] > 1 and bool((plain & ~cached)[:start].any()):
+    if lengths[-1] > 1 and bool((plain & ~cached)[:start].any()):
         reason = f"{after}: its first tokens don't attend to all cached tokens of their windows"
         return reason, BUGS["window-trimmed"]
     if is_right(cache, (3, 1, 2), allowed) and not is_right(cache, (2, 2, 2), allowed):
@@ -176,6 +180,24 @@ def is_right(cache: Cache, lengths: tuple[int, ...], allowed: float) -> bool:
     sequence = Sequence(cache.draw(43, 2, sum(lengths)), lengths)
     run = cache.run(sequence)
     return run.error is None and max(cache.errors(sequence, run.outs[0])) <= allowed
+
+
+def compare_padded(cache: Cache, lengths: tuple[int, ...]) -> float:
+    """Return the largest difference of steps from one call if a token is padding, 0 if a call is refused."""
+    x = cache.draw(49, 2, sum(lengths))
+    forms = [cache.adapter.forms[name][1] for name in ("padding", "keys") if name in cache.adapter.forms]
+    is_other = bool(
+        cache.has_context or cache.adapter.convention
+    )  # such as a mask in place of the causal one
+    if is_other or not forms or forms[0].letters == "lengths":
+        return 0.0
+    is_padding = (torch.arange(x.t) == 0) & torch.tensor([[True], [False]])
+    sequence = Sequence(x.but(padding=~is_padding), lengths)
+    try:
+        run = cache.run(sequence)
+        return 0.0 if run.error is not None else max(cache.errors(sequence, run.outs[0])[1:])
+    except (CodeError, UnexpectedOutput):  # a step or a call may refuse padding
+        return 0.0
 
 
 # -- several sequences -----------------------------------------------------------------------------

@@ -39,8 +39,13 @@ def check_shapes(adapter: Adapter) -> Check:
     generator = torch.Generator().manual_seed(3)
     for sizes in ((3, 5, 7), (2, 7, 7), (1, 9, 3)):
         inputs = adapter.draw(generator, *sizes)
-        for variant in with_and_without_weights(adapter, inputs):
-            adapter.run(variant)
+        try:
+            for variant in with_and_without_weights(adapter, inputs):
+                adapter.run(variant)
+        except CodeError as error:
+            if inputs.t < 9 or not error.is_refusal:
+                raise
+            return passed(f"9 tokens are refused: {error.reason}")
         takes_average = isinstance(adapter, AttentionAdapter) and "average-weights" in adapter.arguments
         if takes_average and "weights" in adapter.features:
             adapter.run(inputs.but(need_weights=True, average_weights=True))
