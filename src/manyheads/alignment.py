@@ -323,6 +323,7 @@ def _resolve(index: Any, size: int, name: str) -> Tensor:
     if index is None:
         index = slice(None)
     if not isinstance(index, slice):
+        given = index
         try:
             index = torch.as_tensor(index)
         except (TypeError, ValueError, RuntimeError):
@@ -330,7 +331,11 @@ def _resolve(index: Any, size: int, name: str) -> Tensor:
         if index.dim() == 1 and not len(index):
             index = index.long()  # an empty list becomes a tensor of floats
         if index.dim() != 1 or index.dtype.is_floating_point or index.dtype.is_complex:
-            raise TypeError(f"Expected {name} to be a slice or a list of positions, such as slice(4, None).")
+            hint = f" For one of them, use {name}=[{given}]." if isinstance(given, int) else ""
+            raise TypeError(
+                f"Expected {name} to be a slice or a list of positions, such as slice(4, None), got "
+                f"{kind(given)}.{hint}"
+            )
         if index.dtype == torch.bool:
             if len(index) != size:
                 raise ValueError(f"Expected {name} to be {size} booleans, got {len(index)}.")

@@ -333,6 +333,12 @@ def test_masks_that_do_not_fit_raise(mask: Mask, words: list[str]) -> None:
         mh.attention(q, k, k, mask=mask)
 
 
+@pytest.mark.parametrize("kind", [mh.Lengths, mh.Prefix])
+def test_numbers_of_keys_are_a_tensor(kind: type[Mask]) -> None:
+    with raises(TypeError, f"integer tensor [b] for {kind.__name__}, got [8, 3]", "(torch.tensor([8, 3]))."):
+        kind([8, 3])  # type: ignore[call-arg]
+
+
 def test_left_lengths_need_the_number_of_keys() -> None:
     with pytest.raises(ValueError, match="Lengths"):
         mh.Lengths(2, left=True).keep(0, 0, 0, 0)

@@ -7,8 +7,10 @@ layer, the one that `Patches.token` names.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,7 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import manyheads
-from manyheads import Patches, find_patches, patches
+from manyheads import Patches, find_patches, measures, patches
+from manyheads.viewer import looking
+from manyheads.viewer.runs import ViewedRun
 from tests.errors import raises
 
 transformers = pytest.importorskip("transformers")
@@ -440,16 +444,38 @@ def test_pixtral_joins_pictures_to_a_sequence() -> None:
 
 
 @pytest.mark.full
-def test_qwens_vision_transformer_has_a_call_for_each_picture() -> None:
-    """The error says how to read the map of one picture by hand."""
+def test_qwens_vision_transformer_has_a_call_for_each_picture(tmp_path: Path) -> None:
+    """A number selects the call of a picture or frame in the last run, also after saving."""
     model, inputs, _, _, _ = build(LANGUAGE["Qwen2-VL"])
     visual, pixels = model.model.visual, inputs["pixel_values"]
     grids = torch.tensor([[1, 4, 4], [1, 2, 8]])
     with torch.no_grad(), manyheads.observe(visual) as recording:
         visual(pixels, grid_thw=grids)
-    with raises(ValueError, "several pictures", "recording.calls(layer)[n].image", "merge=2"):
-        recording.patches()
     [layer] = recording
+    recording.save(tmp_path / "run.safetensors")
+    for each in (recording, manyheads.open_run(tmp_path / "run.safetensors")):
+        assert [each.patches(picture=n) for n in (0, 1, -1)] == [
+            Patches((4, 4), merge=2), *[Patches((2, 8), merge=2)] * 2
+        ]  # fmt: skip
+        for n, call in enumerate(each.calls(layer)):
+            share = measures.rollout_mean([call], slice(None))[:, each.patches(picture=n).keys]
+            assert torch.equal(each.rollout_image(number=n).flatten(1), share)
+        viewed = ViewedRun.of(each)
+        looking.set_picture([viewed], torch.rand(3, 8, 32))
+        shown = [looking.describe_patches(viewed, one.map, 0, 0) for one in viewed.layers]
+        assert [one and bool(one["src"]) for one in shown] == [True, False]  # only beside its own patches
+        with raises(IndexError, "has read 2 pictures. Use 0 to 1."):
+            each.overlay(torch.rand(3, 8, 32), 3, number=2)
+    figure = recording.overlay(torch.rand(3, 8, 32), (1, 5), number=1)
+    second = recording.calls(layer)[1].image(Patches((2, 8), merge=2).token(1, 5))[0, 0]
+    drawn = np.asarray(figure.axes[1].get_images()[-1].get_array())
+    np.testing.assert_allclose(drawn, second.numpy(), atol=1e-7)
+    with torch.no_grad(), manyheads.observe(visual) as several:
+        visual(pixels[:16], grid_thw=grids[:1])
+        visual(pixels, grid_thw=torch.tensor([[2, 4, 4]]))  # two frames of a video
+        visual(pixels, grid_thw=grids)
+    assert several.patches(picture=1).grid == (2, 8)
+    assert len(several.calls(layer)) == 5
     calls = recording.calls(layer)
     assert [call.shape[2:] for call in calls] == [(16, 16), (16, 16)]
     second = Patches((2, 8), merge=2)
@@ -493,8 +519,9 @@ def test_the_vision_transformer_of_qwen3_has_blocks_of_patches() -> None:
     assert found == Patches((4, 8), merge=2)
     # Row 3, column 6: the second row of block (1, 3), its first column.
     assert found.token(3, 6) == (1 * 4 + 3) * 4 + 2
-    with raises(ValueError, "several pictures"):
-        find_patches(model.model.visual, {**inputs, "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])})
+    frames = {**inputs, "image_grid_thw": torch.tensor([[1, 4, 4], [2, 2, 4]])}
+    found = [find_patches(model.model.visual, frames, picture=n).grid for n in range(3)]
+    assert found == [(4, 4), (2, 4), (2, 4)]
 
 
 def test_sequences_with_padding_and_several_pictures() -> None:

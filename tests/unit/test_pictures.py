@@ -397,3 +397,6 @@ def test_a_query_that_does_not_exist_raises() -> None:
     with raises(IndexError, "batch entry"):
         recording.overlay(PIXELS, batch=2)
     assert siglip().overlay(PIXELS).axes  # the only query of its pooling head
+    with raises(ValueError, "or select another layer, such as layer=-2"):
+        siglip().overlay(PIXELS, (1, 2))
+    assert siglip().overlay(PIXELS, (1, 2), layer=-2).axes

@@ -152,6 +152,12 @@ class Counted(Mask):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
+        given: object = self.n
+        if isinstance(given, list | tuple):
+            raise TypeError(
+                f"Expected an int or an integer tensor [b] for {name}, got {given!r}. Wrap it: "
+                f"{name}(torch.tensor({list(given)!r}))."
+            )
         if not isinstance(self.n, Tensor):
             whole(self.n, f"the number of keys in {name}")
         elif self.n.dim() != 1 or not is_integer(self.n):

@@ -26,14 +26,18 @@ def check_map(name: str, call: Call) -> AttentionMap:
 
 
 def rollout_image(
-    layers: Mapping[str, Call], queries: int | Sequence[int] | slice | Tensor | None, patches: Patches | None
+    layers: Mapping[str, Call],
+    queries: int | Sequence[int] | slice | Tensor | None,
+    patches: Patches | None,
+    number: int = 0,
 ) -> Tensor:
     """Return the attention rollout of some layers on the patches, as `Recording.rollout_image` does.
 
     Args:
-        layers: The last call of each layer, by name.
+        layers: The call of each layer, by name.
         queries: The tokens to average over, None for the class token or all tokens.
         patches: The patches, None for those of the layers.
+        number: The number of the picture in the sequence.
 
     Returns:
         The shares `[b, rows, cols]`.
@@ -65,7 +69,7 @@ def rollout_image(
                 'model, such as layers="vision" or layers="language_model".'
             )
     if patches is None:
-        patches = common(unpack(located[last]))
+        patches = common(unpack(located[last]), number)
     if patches.stop > layers[last].shape[3]:
         raise ValueError(f"Expected {patches} to be among the keys, got s = {layers[last].shape[3]} keys.")
     rows = patches.class_token if queries is None else queries
@@ -113,7 +117,7 @@ def resolve_query(
         if t != s and not first and isinstance(amap.problem.mask, Full | Lengths | None):
             raise ValueError(
                 f"The layer has {t} queries of its own, which aren't patches. Give the query's number, 0 to "
-                f"{t - 1}."
+                f"{t - 1}, or select another layer, such as layer=-2."
             )
         tokens = [patches.token(*query)]
         name = "patch {}, {}".format(*(patches.place(tokens[0]) or query))

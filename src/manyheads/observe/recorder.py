@@ -47,6 +47,8 @@ class Recorder:
     located: dict[str, patches.Located | str] = field(
         default_factory=dict
     )  # or why there are none, by module
+    # The number of the next picture, by layers that call attention for each.
+    turns: dict[str, int] = field(default_factory=dict)
     pixels: tuple[int, ...] | None = None  # the shape of the last pixels that a module read
     lock: Any = field(default_factory=threading.RLock)
 
@@ -144,12 +146,17 @@ class Recorder:
         if owner is None:
             return {}
         located = self.located[owner]
+        number = {}
+        if not isinstance(located, str) and finding.calls_for_each(self.modules[owner]):
+            n = self.turns.get(path, 0)
+            self.turns[path] = n + 1
+            located, number = [located[0][n : n + 1]], {"picture_number": n}
         if not isinstance(located, str):
             stop = max((each.stop for pictures in located for each in pictures), default=0)
             fits = len(located) in (1, problem.shape.b) and 0 < stop <= problem.shape.s
             if not fits:  # another sequence than that of the patches
                 return {}
-        return {"patches": patches.pack(located)}
+        return {"patches": patches.pack(located), **number}
 
     def _locate_patches(self, path: str, module: nn.Module, named: dict[str, Any]) -> None:
         """Find the patches of the picture that a module reads, if it is a known model of pictures."""
@@ -164,6 +171,7 @@ class Recorder:
             if inputs.ids is None or inputs.earlier:
                 return  # a part of a model, or a later step of a generation
             inputs = inputs._replace(pixels=self.pixels)  # `generate` has encoded the pictures before
+        self.turns = {layer: n for layer, n in self.turns.items() if not is_within(layer, path)}
         try:
             located = finding.locate(module, inputs, towers=False)
         except ValueError as error:

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+WORDS_ONLY = (
+    'A recording of keep="words" has no maps. Use word_images(), or observe with keep="maps" to record them.'
+)
+
+
 class NoSuchLayer(KeyError):
     """A layer that wasn't recorded; the message names similar ones."""
 
@@ -96,28 +101,13 @@ class Recording(Mapping[Any, Any]):
         return words + sum({(x.data_ptr(), x.nbytes): x.nbytes for x in tensors}.values())
 
     def _find(self, name: str | int) -> str:
-        names = list(self._calls)
-        if isinstance(name, bool) or not isinstance(name, str | int):
-            pair: Any = name
-            is_pair = isinstance(pair, tuple) and len(pair) == 2
-            hint = f" For one of its calls, use recording.calls({pair[0]!r})[{pair[1]!r}]." if is_pair else ""
-            raise TypeError(f"Expected a layer's path or number, got {kind(name)}.{hint}")
-        if isinstance(name, int):
-            if not -len(names) <= name < len(names):
-                raise NoSuchLayer(
-                    f"There is no layer {name}: {len(names)} layers were recorded. "
-                    f"Use 0 to {len(names) - 1}, or a name."
-                )
-            return names[name]
-        matches = [name] if name in names else paths_within(name, names)
-        if len(matches) == 1:
-            return matches[0]
-        if matches:
-            examples = ", ".join(matches[:4]) + (", …" if len(matches) > 4 else "")
-            raise NoSuchLayer(
-                f"{name!r} matches {len(matches)} of the recorded layers: {examples}. Give more of the path."
-            )
-        raise NoSuchLayer(f"No layer {name!r} was recorded{close_matches(name, names)}.")
+        if self.words is not None:
+            raise NoSuchLayer(WORDS_ONLY)
+        return _find(name, list(self._calls))
+
+    def _check_maps(self) -> None:
+        if self.words is not None:
+            raise ValueError(WORDS_ONLY)
 
     def add(self, name: str, call: Call, k: Tensor) -> None:
         """Add a call with keys k `[b, g, s, d]`, or join it to the last call if k extends its keys."""
@@ -155,6 +145,7 @@ class Recording(Mapping[Any, Any]):
         """
         if isinstance(tokens, str) or not isinstance(tokens, Sequence):
             raise TypeError(f"Expected tokens to be a list of strings, got {kind(tokens)}.")
+        self._check_maps()
         several = len(tokens) > 0 and not isinstance(tokens[0], str) and isinstance(tokens[0], Sequence)
         n = len(tokens[0] if several else tokens)
         lengths = sorted({call.shape[3] for calls in self._calls.values() for call in calls})
@@ -182,6 +173,7 @@ class Recording(Mapping[Any, Any]):
         Raises:
             TypeError, ValueError: If ids aren't integers, one for each key.
         """
+        self._check_maps()
         return Table.of({name: calls[-1] for name, calls in self._calls.items()}, ids)
 
     # -- other tools -------------------------------------------------------------------------------
@@ -268,7 +260,7 @@ class Recording(Mapping[Any, Any]):
         tokens: Sequence[str] | None = None,
         *,
         batch: int | None = None,
-        layers: str | Sequence[str] | None = None,
+        layers: str | int | Sequence[str | int] | None = None,
         grid: tuple[int, int] | None = None,
         interpolation: str = "bilinear",
     ) -> WordImages:
@@ -288,7 +280,7 @@ class Recording(Mapping[Any, Any]):
             tokens: The labels of the keys, or of the first of them if the prompt is padded: strings, or a
                 `TokenizedText`, whose words have one image each. Default: an image of each key.
             batch: The batch entry. Required if there is more than one.
-            layers: Which layers to average: paths, or parts of paths. Default: all.
+            layers: Which layers to average: paths, parts of paths, or numbers. Default: all.
             grid: The rows and columns of the images. Default: those of the finest layer.
             interpolation: "bilinear", "bicubic" or "nearest".
 
@@ -314,15 +306,11 @@ class Recording(Mapping[Any, Any]):
         names = list(recorded)
         if layers is not None:
             chosen: dict[str, None] = {}
-            for layer in [layers] if isinstance(layers, str) else list(layers):
-                if not isinstance(layer, str):
-                    raise TypeError(f"Expected layers to be paths, got {kind(layer)}.")
-                found = paths_within(layer, names)
-                if not found:
-                    raise NoSuchLayer(f"No layer {layer!r} was recorded{close_matches(layer, names)}.")
-                chosen |= dict.fromkeys(found)
+            for layer in [layers] if isinstance(layers, str | int) else list(layers):
+                found = paths_within(layer, names) if isinstance(layer, str) else []
+                chosen |= dict.fromkeys(found or [_find(layer, names)])
             if not chosen:
-                raise ValueError("Expected layers to be paths (None for all), got none.")
+                raise ValueError("Expected layers to be paths or numbers (None for all), got none.")
             names = list(chosen)
         return self.words.images(tokens, names, batch, grid, interpolation)
 
@@ -534,7 +522,8 @@ class Recording(Mapping[Any, Any]):
         Args:
             layer: The layer, as in `recording[layer]`. Default: the last one with patches.
             batch: The batch entry.
-            picture: The number of the picture in the sequence.
+            picture: The number of the picture in the sequence, or in the last run of a vision transformer
+                that calls attention for each picture.
 
         Returns:
             The patches.
@@ -544,7 +533,8 @@ class Recording(Mapping[Any, Any]):
             ValueError: If the patches aren't known; the message says why, and what to give instead.
             IndexError: If there is no such batch entry or picture.
         """
-        call = self[self._picture_layer() if layer is None else layer]
+        name = self._picture_layer() if layer is None else self._find(layer)
+        call, picture = self._picture_call(name, picture)
         located = unpack(call.provenance.get("patches"))
         if not -call.shape[0] <= whole(batch, "batch", least=-(1 << 60)) < call.shape[0]:
             raise IndexError(
@@ -552,6 +542,19 @@ class Recording(Mapping[Any, Any]):
                 f"{call.shape[0] - 1}."
             )
         return select(located, batch, picture)
+
+    def _picture_call(self, name: str, picture: int) -> tuple[Call, int]:
+        """Return the call of a layer that read a picture, and the number of the picture in that call."""
+        calls = self._calls[name]
+        last = calls[-1].provenance.get("picture_number", 0)
+        if not isinstance(last, int) or not 0 < last < len(calls):
+            return calls[-1], picture
+        count = last + 1
+        if not -count <= whole(picture, "picture", least=-(1 << 60)) < count:
+            raise IndexError(
+                f"There is no picture {picture}: {name} has read {count} pictures. Use 0 to {count - 1}."
+            )
+        return calls[picture % count - count], 0
 
     def _picture_layer(self) -> str:
         """Return the last layer whose patches are known, or the last layer if there is no such layer."""
@@ -567,6 +570,7 @@ class Recording(Mapping[Any, Any]):
         queries: int | Sequence[int] | slice | Tensor | None = None,
         *,
         layers: str | None = None,
+        number: int = 0,
         patches: Patches | None = None,
     ) -> Tensor:
         """Return how much each patch contributes to some tokens of the last layer, over all layers.
@@ -581,6 +585,7 @@ class Recording(Mapping[Any, Any]):
                 model has none.
             layers: A part of the paths of the layers, for a model with several parts: "vision_tower" or
                 "language_model". Default: all layers with patches.
+            number: The number of the picture, as in `overlay`.
             patches: The patches, if they aren't found.
 
         Returns:
@@ -590,14 +595,18 @@ class Recording(Mapping[Any, Any]):
         Raises:
             ValueError: If the patches aren't known or differ between layers or sequences, or only statistics
                 were recorded.
-            IndexError: If a query doesn't exist.
+            IndexError: If a query or picture doesn't exist.
         """
         if layers is not None and not isinstance(layers, str):
             raise TypeError(f"Expected layers to be a part of the layers' paths, got {layers!r}.")
         names = list(self) if layers is None else paths_within(layers, self)
         if not names and layers is not None:
             raise NoSuchLayer(f"No layer {layers!r} was recorded{close_matches(layers, self)}.")
-        return pictures.rollout_image({name: self[name] for name in names}, queries, patches)
+        calls = {name: self._picture_call(name, number) for name in names}
+        number = calls[names[-1]][1] if names else 0  # the layers of a rollout read the same sequence
+        return pictures.rollout_image(
+            {name: call for name, (call, _) in calls.items()}, queries, patches, number
+        )
 
     def overlay(
         self,
@@ -622,7 +631,7 @@ class Recording(Mapping[Any, Any]):
                 Default: the class token, or the only query of a pooling head.
             layer: The layer, as in `recording[layer]`. Default: the last one with patches.
             batch: The batch entry.
-            number: The number of the picture in the sequence.
+            number: The number of the picture, as `picture` in `patches`.
             patches: Where the patches are among the keys, for models of which this isn't found. Default:
                 `recording.patches(layer)`.
             **options: The options of `figures.overlay`.
@@ -642,7 +651,7 @@ class Recording(Mapping[Any, Any]):
             patches = self.patches(name, batch=batch, picture=number)
         elif not isinstance(patches, Patches):
             raise TypeError(f"Expected patches to be Patches, got {kind(patches)}.")
-        amap = pictures.check_map(name, self[name]).only(batch=batch)
+        amap = pictures.check_map(name, self._picture_call(name, number)[0]).only(batch=batch)
         rows, query_name, place = pictures.resolve_query(amap, patches, query)
         image = amap.image(rows, patches).mean(2)[0]  # [h, rows, cols]
         which = f", picture {number}" if number else ""
@@ -666,6 +675,7 @@ class Recording(Mapping[Any, Any]):
         """
         from manyheads import figures  # this imports matplotlib
 
+        self._check_maps()
         if not self._calls:
             raise ValueError(
                 "Nothing was recorded, so there is nothing to draw. Call the model inside observe(...)."
@@ -699,6 +709,7 @@ class Recording(Mapping[Any, Any]):
             TypeError, ValueError: If `others` can't be shown, or nothing was recorded.
             OSError: If the port is in use.
         """
+        self._check_maps()
         return extras.view(self, *others, picture=picture, port=port, browser=browser)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -711,8 +722,7 @@ class Recording(Mapping[Any, Any]):
             ValueError: If a mask can't be saved, such as a `Rule`.
             OSError: If the file can't be written.
         """
-        if self.words is not None:
-            raise ValueError('A recording of keep="words" has no maps to save. Save recording.word_images().')
+        self._check_maps()
         entries = [
             storage.Entry(name, n, call.stored())
             for name, calls in self._calls.items()
@@ -771,6 +781,31 @@ def paths_within(name: str, paths: Iterable[str]) -> list[str]:
     paths = list(paths)
     whole_parts = [path for path in paths if name == path or f".{name}." in f".{path}."]
     return whole_parts or [path for path in paths if name in path]
+
+
+def _find(name: str | int, names: list[str]) -> str:
+    """Return the path of a layer of these names, as `recording[name]` finds it."""
+    if isinstance(name, bool) or not isinstance(name, str | int):
+        pair: Any = name
+        is_pair = isinstance(pair, tuple) and len(pair) == 2
+        hint = f" For one of its calls, use recording.calls({pair[0]!r})[{pair[1]!r}]." if is_pair else ""
+        raise TypeError(f"Expected a layer's path or number, got {kind(name)}.{hint}")
+    if isinstance(name, int):
+        if not -len(names) <= name < len(names):
+            raise NoSuchLayer(
+                f"There is no layer {name}: {len(names)} layers were recorded. "
+                f"Use 0 to {len(names) - 1}, or a name."
+            )
+        return names[name]
+    matches = [name] if name in names else paths_within(name, names)
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        examples = ", ".join(matches[:4]) + (", …" if len(matches) > 4 else "")
+        raise NoSuchLayer(
+            f"{name!r} matches {len(matches)} of the recorded layers: {examples}. Give more of the path."
+        )
+    raise NoSuchLayer(f"No layer {name!r} was recorded{close_matches(name, names)}.")
 
 
 def close_matches(name: str, paths: Iterable[str]) -> str:

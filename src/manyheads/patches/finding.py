@@ -176,7 +176,7 @@ def _locate(model: nn.Module, inputs: Inputs, towers: bool) -> Located | None:
         reason = WITHOUT_GRID[family].removesuffix(".")
         raise ValueError(f"The patches of {_name(model)} aren't known: {reason}. {GIVE}")
     if family in BLOCKS:
-        return [[_only_patches(model, config, inputs)]]
+        return [_frame_patches(model, config, inputs)]
     if family == "pixtral":
         return [_pixtral_patches(model, config, inputs)]
     if family == "siglip2_vision_model":
@@ -241,7 +241,7 @@ _WINDOWS = (
     "it attends within windows that are entries of the batch, and shifted in every second layer, so there is "
     "no map of the whole picture. Read a window by amap.only(batch=n).image(query, grid=(7, 7))."
 )
-_FEWER_KEYS = "its keys are merged patches, fewer in the first stages, and its class token is none."
+_FEWER_KEYS = "its keys are merged patches, fewer in the first stages, and it has no class token."
 _QUERIES = (
     "its language model reads queries of a resampler, which have no place in the picture. What these queries "
     "look at is in the resampler's layers ({}), whose patches a recording has."
@@ -284,19 +284,17 @@ def _vision_patches(config: Any, inputs: Inputs) -> Located:
     return [[_whole_grid((height // patch[0], width // patch[1]), special, (height, width), patch)]]
 
 
-def _only_patches(model: nn.Module, config: Any, inputs: Inputs) -> Patches:
-    """Return the patches of Qwen-VL's vision transformer, which calls attention for each picture."""
-    found, merge = inputs.grids, config.spatial_merge_size
-    if found is None:
+def calls_for_each(model: nn.Module) -> bool:
+    """Return True for a vision transformer whose layers call attention for each picture of a batch."""
+    return getattr(getattr(model, "config", None), "model_type", None) in BLOCKS
+
+
+def _frame_patches(model: nn.Module, config: Any, inputs: Inputs) -> list[Patches]:
+    """Return the patches of each picture, or frame of a video, of Qwen-VL's vision transformer."""
+    if inputs.grids is None:
         raise _no_sizes(model, "image_grid_thw")
-    if len(found) != 1 or found[0][0] != 1:
-        raise ValueError(
-            f"{_name(model)} reads several pictures or frames in one call, each by a call of attention of "
-            "its own, so that a layer has no single map of all. Read that of picture or frame n by "
-            f"recording.calls(layer)[n].image(query, Patches(grid=(rows, cols), merge={merge})), with the "
-            "rows and columns of its image_grid_thw, or give the model one picture at a time."
-        )
-    return Patches((found[0][1], found[0][2]), merge=merge)
+    merge = config.spatial_merge_size
+    return [Patches((rows, cols), merge=merge) for t, rows, cols in inputs.grids for _ in range(t)]
 
 
 def _pixtral_patches(model: nn.Module, config: Any, inputs: Inputs) -> list[Patches]:

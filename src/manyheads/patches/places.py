@@ -195,10 +195,10 @@ def select(located: Located, batch: int, picture: int) -> Patches:
     return pictures[picture]
 
 
-def common(located: Located) -> Patches:
-    """Return the first picture's patches; raise ValueError if they differ between sequences of the batch."""
-    found = select(located, 0, 0)
-    if any(pictures[:1] != [found] for pictures in located):
+def common(located: Located, picture: int = 0) -> Patches:
+    """Return a picture's patches; raise ValueError if they differ between sequences of the batch."""
+    found = select(located, 0, picture)
+    if any(select(located, batch, picture) != found for batch in range(len(located))):
         raise ValueError(
             "Expected the picture at the same place in all sequences of the batch, got different places. "
             "Select one: amap.only(batch=n).image(...), or give recording.patches(batch=n) as the patches."

@@ -90,7 +90,7 @@ def describe_patches(
 
     Returns:
         The "grid", the "keys" of the patches, "first", the names of the "special" tokens, and the picture as
-        the URL "src", None without.
+        the URL "src", None without one or for a map of another picture than the first.
     """
     located = amap.provenance.get("patches")
     pictures = unpack(located)[batch if len(located) > 1 else 0] if isinstance(located, list) else []
@@ -99,10 +99,11 @@ def describe_patches(
     patches = select([pictures], 0, 0)
     if patches.stop > amap.shape[3]:
         return None
+    is_first = amap.provenance.get("picture_number", 0) == 0
     return {
         "grid": patches.grid,
         "keys": patches.keys.tolist(),
         "first": first,
         "special": patches.special,
-        "src": run.pictures[batch] if batch < len(run.pictures) else None,
+        "src": run.pictures[batch] if batch < len(run.pictures) and is_first else None,
     }

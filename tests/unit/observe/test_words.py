@@ -70,6 +70,8 @@ def test_images_are_means_of_the_maps(cols: int, interpolation: str) -> None:
     torch.testing.assert_close(images, torch.stack(layers).mean(0).clamp(0, 1), atol=1e-6, rtol=1e-5)
     assert words == [str(n) for n in range(S)]
     only = recording.word_images(batch=-1, layers="fine").images
+    numbered = [recording.word_images(batch=-1, layers=layers).images for layers in (0, [0], ["fine", -2])]
+    assert all(torch.equal(each, only) for each in numbered)
     torch.testing.assert_close(only, layers[0], atol=1e-6, rtol=1e-5)
     assert recording.word_images(batch=0, grid=(3, 5)).images.shape == (S, 3, 5)
 
@@ -192,12 +194,21 @@ def test_wrong_arguments_and_other_recordings() -> None:
         recording.word_images(batch=2)
     with raises(KeyError, "No layer 'fin_' was recorded"):
         recording.word_images(batch=0, layers="fin_")
+    with raises(KeyError, "There is no layer 2: 2 layers"):
+        recording.word_images(batch=0, layers=2)
     with raises(ValueError, "interpolation to be one of bilinear"):
         recording.word_images(batch=0, interpolation="linear")
     with raises(TypeError, "(rows, cols), got 5"):
         recording.word_images(batch=0, grid=5)
-    with raises(ValueError, "has no maps to save"):
-        recording.save("run.safetensors")
+    assert "fine" not in recording
+    assert recording.get("fine") is None
+    with raises(KeyError, "has no maps. Use word_images()"):
+        recording[0]
+    for use in (recording.plot, recording.table, recording.view, lambda: recording.save("run.safetensors")):
+        with raises(ValueError, "has no maps. Use word_images()"):
+            use()
+    with raises(ValueError, "has no maps. Use word_images()"):
+        recording.label(["a"] * S)
     with raises(ValueError, "apply to maps"), observe(model, keep="words", device="cpu"):
         pass
     with raises(MemoryError, "max_bytes"), torch.no_grad(), observe(model, keep="words", max_bytes=100):

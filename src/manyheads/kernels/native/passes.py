@@ -82,7 +82,9 @@ def backward(
         or isinstance(bias, ALiBi)
         or (isinstance(bias, Dense) and bias.values.shape[-1:] == (shape.s,))
     )
-    grads = differentiate(problem, out, lse, d_out, d_lse, bias) if supported else None
+    # With the gradient of a bias or of the log-sum-exp, the library needs the latter.
+    again = bias is None and d_lse is None and not needs_output(problem)
+    grads = differentiate(problem, out, lse, d_out, d_lse, bias, again) if supported else None
     if grads is not None:
         return grads
     d_lse = torch.zeros_like(lse) if d_lse is None else d_lse
@@ -101,9 +103,18 @@ def needs_output(problem: Problem) -> bool:
 
 
 def differentiate(
-    problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, bias: Bias | None
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    bias: Bias | None,
+    again: bool = False,
 ) -> list[Tensor | None] | None:
-    """Return the gradients as computed by the library, or None if a number isn't finite."""
+    """Return the gradients as computed by the library, or None if a number isn't finite.
+
+    Output and log-sum-exp may be those of more keys than the problem's, unless they are computed again.
+    """
     shape = problem.shape
     for name, x, sizes, dtype in (
         ("output", out, (shape.b, shape.h, shape.t, shape.w), problem.q.dtype),
@@ -136,8 +147,6 @@ def differentiate(
         d_lse = d_lse.to(problem.dtype).contiguous()
     if d_out.is_neg() or d_out._is_zerotensor():
         d_out = d_out.resolve_neg() + 0.0  # the library reads memory, so make a real copy
-    # With the gradient of a bias or of the log-sum-exp, the library needs the latter.
-    again = bias is None and d_lse is None and not needs_output(problem)
     data, _held = pack(problem, out, None if again else lse)
     assert library.differentiate is not None
     failed = library.differentiate(
