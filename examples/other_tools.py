@@ -1,4 +1,4 @@
-"""Pass attention to BertViz, CircuitsVis and pandas, and make a map from the q and k that another tool recorded."""
+"""Pass weights to BertViz, CircuitsVis and pandas, and make a map of q and k that another tool recorded."""
 
 import torch
 from transformers import GPT2Config, GPT2Model
