@@ -391,11 +391,12 @@ def color_ticks(top: float, scale: str) -> list[tuple[float, str]]:
 
 
 def _format(weight: float, digits: int) -> str:
-    """Return a weight with a number of significant digits, as the page does."""
-    if weight and weight < 0.001:
-        number, exponent = f"{weight:.{digits - 1}e}".split("e")
-        return f"{number}e{int(exponent)}"
-    return f"{float(f'{weight:.{digits}g}'):g}"
+    """Return a weight with at most this many significant digits, as the page does."""
+    rounded = float(f"{weight:.{digits}g}")
+    if rounded and rounded < 0.001:
+        number, exponent = f"{rounded:.{digits - 1}e}".split("e")
+        return f"{float(number):g}e{int(exponent)}"
+    return f"{rounded:g}"
 
 
 def _round_up(x: float) -> float:
