@@ -54,6 +54,7 @@ RIGHT = {
     "Streaming": ["rotary encoding", "sliding window of 4 keys and the first 1"],
     "SinkNTK": ["base 80000", "sliding window of 3 keys"],
     "Cosine": ["L2 norm of q and k per head", "times the exponential of `log_factor`"],
+    "Talking": ["weights of heads mixed by `talk.weight`"],
 }  # fmt: skip
 
 # A class, what is replaced in it by what, and the names of the bug.
@@ -158,15 +159,11 @@ def test_a_wrong_twin_is_named(name: str, edits: dict[str, str], bugs: set[str],
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["Conv", "Talking"])
-def test_something_else_is_not_judged(name: str) -> None:
-    report = checker.check(getattr(modern, name))
+def test_something_else_is_not_judged() -> None:
+    report = checker.check(modern.Conv)
     assert report.verdict == "not judged", report
-    parameter = {
-        "Conv": "the parameter `conv.weight` [24, 1, 3]",
-        "Talking": "the parameter `talk.weight` [4, 4]",
-    }
-    assert parameter[name] in next(check.reason for check in report.checks if check.name == "values")
+    reason = next(check.reason for check in report.checks if check.name == "values")
+    assert "the parameter `conv.weight` [24, 1, 3]" in reason
     statuses = {check.name: check.status for check in report.checks}
     assert statuses["batch entries"] == statuses["state"] == "passed"
     assert statuses["gradients"] == "could not be checked"

@@ -136,7 +136,7 @@ def read_roles(
             if role in pair
         }
     for argument in arguments:  # kv in "k, v = kv" are cached keys and values
-        unpacked = rf"\b\w+, \w+ = {argument.name}\b(?![.(\[])|\b{argument.name}\[[01]\]"
+        unpacked = rf"\b\w+, \w+ = {argument.name}\b(?![.,(\[])|\b{argument.name}\[[01]\]"
         if (
             roles[argument.name][0] == "context"
             and re.search(unpacked, description.source)
