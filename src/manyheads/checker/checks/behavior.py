@@ -194,9 +194,8 @@ def check_memory(adapter: AttentionAdapter) -> Check:
             if (peak := adapter.answer(inputs, memory=True).peak) is None:
                 return skipped("this system doesn't report the peak of a call")
             peaks[length] = peak
-            if (
-                time.monotonic() - begun > SLOW
-            ):  # a loop over blocks: a longer call could reach the time limit
+            # A loop over blocks: a longer call could reach the time limit.
+            if time.monotonic() - begun > SLOW:
                 break
     lengths = [length for length in peaks if peaks[length] > MEGABYTE]
     if len(lengths) < 2:

@@ -186,10 +186,8 @@ def compare_padded(cache: Cache, lengths: tuple[int, ...]) -> float:
     """Return the largest difference of steps from one call if a token is padding, 0 if a call is refused."""
     x = cache.draw(49, 2, sum(lengths))
     forms = [cache.adapter.forms[name][1] for name in ("padding", "keys") if name in cache.adapter.forms]
-    is_other = bool(
-        cache.has_context or cache.adapter.convention
-    )  # such as a mask in place of the causal one
-    if is_other or not forms or forms[0].letters == "lengths":
+    # A convention is, for example, a mask in place of the causal one.
+    if cache.has_context or cache.adapter.convention or not forms or forms[0].letters == "lengths":
         return 0.0
     is_padding = (torch.arange(x.t) == 0) & torch.tensor([[True], [False]])
     sequence = Sequence(x.but(padding=~is_padding), lengths)

@@ -247,9 +247,6 @@ class PlannedAttention(torch.autograd.Function):
 # calls under these transforms have no plan.
 _record = super(torch.autograd.Function, PlannedAttention).apply
 
-# The backward pass without a check that the class doesn't have both `backward` and `vjp`, made at each call.
-PlannedAttention._backward_cls.apply = PlannedAttention.backward
-
 
 def _gradients(
     problem: Problem,
