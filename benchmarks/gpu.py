@@ -1,6 +1,6 @@
 """Time attention on a GPU, compared with PyTorch's attention, and measure the memory of maps.
 
-    python benchmarks/cuda.py [--length 1024 --length 4096] [--rounds 20]
+    python benchmarks/gpu.py [--length 1024 --length 4096] [--rounds 20]
 
 8 heads of 64 and of 128 in bfloat16. Runs are interleaved and timed by CUDA events, and medians are printed.
 PyTorch's function gets the mask as it needs it: a triangle by is_causal, a window as a tensor. The share is
