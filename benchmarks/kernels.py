@@ -1,10 +1,10 @@
-"""Time every kernel, compared with PyTorch's own attention.
+"""Time kernel="auto" beside PyTorch's own attention on the CPU; each case is printed at once.
 
-    python benchmarks/kernels.py --length 1024 --length 4096 [--backward] [--dtype bfloat16] [--rounds 7]
+    python benchmarks/kernels.py [--dtype bfloat16] [--size 128] [--length 4096] [--kind training]
 
-Runs are interleaved (A B C A B C …), so that disturbances affect all of them, and medians are printed. Ratios
-are time / time of F.scaled_dot_product_attention: below 1 is faster. The last column is the share of this
-machine's matrix-product rate, measured in the same run, that the kernel's own products reach.
+Runs are interleaved (A B A B …), so that disturbances affect both, and medians are printed. Ratios are
+PyTorch's time / ours: above 1 is faster. "statistics" is attention with entropy, distance, largest weight,
+received attention and pooled maps of 512 × 512, beside PyTorch's attention alone.
 """
 
 from __future__ import annotations
@@ -16,54 +16,63 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
+from torch import Tensor
 
-from manyheads import Causal, attention
+import manyheads as mh
 from manyheads.bench import measure_seconds
+from manyheads.kernels import machine
 
-HEADS, SIZE = 8, 64
+HEADS = 8
+KINDS = ("forward", "causal", "training", "statistics")
+REQUESTED = {
+    **dict.fromkeys(("entropy", "distance", "row_max", "received"), ()),
+    "pooled": [(512, 512, "mean"), (512, 512, "max")],
+}
+
+
+def contestants(kind: str, length: int, size: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """Return PyTorch's call and ours, with the same inputs."""
+    training = kind == "training"
+    q, k, v = (torch.randn(1, HEADS, length, size, dtype=dtype, requires_grad=training) for _ in range(3))
+    upstream = torch.randn_like(q)
+
+    def trained(attend: Callable[[], Tensor]) -> Callable[[], object]:
+        return (lambda: torch.autograd.grad(attend(), (q, k, v), upstream)) if training else attend
+
+    causal = kind in ("causal", "training")
+    mask = mh.Causal() if causal else None
+    pytorch = trained(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal))
+    if kind == "statistics":
+        return {"PyTorch": pytorch, "ours": lambda: mh.attention_with_map(q, k, v, statistics=REQUESTED)}
+    return {"PyTorch": pytorch, "ours": trained(lambda: mh.attention(q, k, v, mask=mask))}
 
 
 def main(
     length: Annotated[list[int] | None, typer.Option(help="Number of tokens. Repeatable.")] = None,
-    dtype: str = "float32",
+    size: Annotated[list[int] | None, typer.Option(help="Head size. Repeatable.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Number format. Repeatable.")] = None,
+    kind: Annotated[list[str] | None, typer.Option(help=f"What to time: {', '.join(KINDS)}.")] = None,
     rounds: int = 7,
-    backward: bool = False,
 ) -> None:
-    kind = getattr(torch, dtype)
-    a = torch.randn(2048, 2048, dtype=kind)
-    peak = 2 * 2048**3 / min(measure_seconds(lambda: a @ a) for _ in range(9))
-    print(
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {dtype}, causal, "
-        f"{HEADS} heads of {SIZE}; matrix product {peak / 1e9:.0f} GFLOP/s"
-    )
-    for tokens in length or [1024, 2048, 4096]:
-        q, k, v = (torch.randn(1, HEADS, tokens, SIZE, dtype=kind, requires_grad=backward) for _ in range(3))
-
-        def through(output: Callable[[], torch.Tensor]) -> Callable[[], object]:
-            return (lambda: output().sum().backward()) if backward else output
-
-        def ours(name: str) -> Callable[[], torch.Tensor]:
-            return lambda: attention(q, k, v, mask=Causal(), kernel=name)  # noqa: B023
-
-        runs = {
-            "PyTorch": through(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)),  # noqa: B023
-            **{name: through(ours(name)) for name in ("sdpa", "chunked", "reference")},
-        }
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        for n in range(rounds + 1):
-            for name, run in runs.items():
-                spent = measure_seconds(run)
-                if n:  # the first round warms up
-                    times[name].append(spent)
-        # Two products over half the square; backward has five more.
-        flops = (7 if backward else 2) * tokens**2 * SIZE * HEADS
-        base = statistics.median(times["PyTorch"])
-        for name, spent in times.items():
-            median = statistics.median(spent)
-            print(
-                f"{tokens:>7} {name:<10} {median * 1e3:9.1f} ms  {median / base:6.2f} × PyTorch"
-                f"  {flops / median / peak:6.1%} of the product rate"
-            )
+    print(machine())
+    print(f"{HEADS} heads, {torch.get_num_threads()} threads")
+    for name in dtype or ["float32", "bfloat16"]:
+        for each in size or [64, 128]:
+            for tokens in length or [1024, 4096]:
+                for what in kind or KINDS:
+                    runs = contestants(what, tokens, each, getattr(torch, name))
+                    times: dict[str, list[float]] = {who: [] for who in runs}
+                    for n in range(rounds + 1):
+                        for who, run in runs.items():
+                            seconds = measure_seconds(run)
+                            if n:  # the first round warms up
+                                times[who].append(seconds)
+                    theirs, ours = (statistics.median(spent) for spent in times.values())
+                    print(
+                        f"{name:<9}{each:>4}{tokens:>7} {what:<11}PyTorch {theirs * 1e3:8.2f} ms"
+                        f"  ours {ours * 1e3:8.2f} ms  {theirs / ours:5.2f} × as fast",
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

@@ -54,8 +54,10 @@ def measure(length: int, size: int, dtype: str, rounds: int) -> None:
         clocks(seconds)
         if n:  # the first round warms up
             spent.append([*seconds])
-    peak = limits()[0]["bfloat16" if kind == torch.bfloat16 and width() in PAIRS else "float32"]
     whole = statistics.median(map(sum, spent))
+    if not whole:
+        raise typer.BadParameter(f"Expected a length above 32, got {length}: few queries have no clocks.")
+    peak = limits()[0]["bfloat16" if kind == torch.bfloat16 and width() in PAIRS else "float32"]
     product = 2.0 * HEADS * length**2 * size
     print(
         f"{processor()}, {width()}, {dtype}, {HEADS} heads of {size}, {length:,} tokens: "

@@ -3,7 +3,7 @@
 All other modules call kernels through this one: `run`, `statistics`, `tile`. A kernel is a module with
 
     NAME             the value of `kernel=` that selects it
-    GIVES_LSE        True if it returns the log-sum-exp together with the output
+    GIVES_LSE        True if it returns the log-sum-exp of the scores that a map computes (see `reader`)
     SHIELDS          True if NaN and Inf in masked keys and values can't change any output or gradient
     why_unsupported  function of a problem: the reasons why it isn't supported; empty if it is
     run              function of a problem: the output `[b, h, t, w]`, and the log-sum-exp `[b, h, t]` or None
@@ -142,8 +142,7 @@ class Result(NamedTuple):
 
     def lse_of_map(self, problem: Problem) -> Tensor | None:
         """Return the log-sum-exp if the kernel that a map uses computed it (see `reader`), else None."""
-        native = load("native")
-        return self.lse if native.reads(problem) == (self.kernel == native.NAME) else None
+        return self.lse if self.kernel == reader(problem).NAME else None
 
 
 class Statistics(NamedTuple):
@@ -209,7 +208,7 @@ def run(problem: Problem, kernel: str = "auto", spec: Spec | None = None) -> Res
     exported = _exported(problem)
     if exported is not None:
         check(kernel)
-        return Result("exported", *exported.run(problem))
+        return Result(exported.NAME, *exported.run(problem))
     return compute(problem, choose(problem, kernel), kernel, spec)
 
 
@@ -303,7 +302,7 @@ def table(problem: Problem) -> str:
 def _gives_lse_of_map(kernel: Any, problem: Problem) -> bool:
     """Return True if a kernel returns the log-sum-exp that a map needs."""
     gives = kernel.gives_lse(problem) if hasattr(kernel, "gives_lse") else kernel.GIVES_LSE
-    return gives and load("native").reads(problem) == (kernel.NAME == "native")
+    return gives and kernel.NAME == reader(problem).NAME
 
 
 def _describe_shield(problem: Problem) -> str:

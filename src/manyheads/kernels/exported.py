@@ -29,6 +29,7 @@ from manyheads.kernels.fused import FusedStatistics, Spec
 from manyheads.masks import Normal
 from manyheads.problem import ALL, Problem
 
+NAME = "exported"
 FIRST_OPSET = 23  # the first version of the standard with the operator
 CHOICES = ("auto", "operator", "plain")
 FLOAT = 1  # the standard's number of float32

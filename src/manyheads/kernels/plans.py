@@ -45,7 +45,7 @@ def layout(
     if (
         torch.compiler.is_compiling()
         or not (type(q) is Tensor and type(k) is Tensor and type(v) is Tensor)
-        or not (q.is_cpu and k.is_cpu and v.is_cpu)
+        or not ((q.is_cpu and k.is_cpu and v.is_cpu) or q.device == k.device == v.device)
         or torch._C._is_any_autocast_enabled()
         or torch._C._len_torch_dispatch_stack()
         or peek_interpreter_stack() is not None
@@ -72,7 +72,7 @@ def layout(
         return (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
             q.is_neg(), k.is_neg(), v.is_neg(), mask_layout, scale, softcap, dropout_p, offset, kernel, grad,
-            torch.get_num_threads(),
+            torch.get_num_threads(), q.device,
         )  # fmt: skip
     except RuntimeError:  # nested and sparse tensors have no sizes or strides
         return None
@@ -85,7 +85,7 @@ def _describe(mask: Any) -> Layout | None:
     if type(mask) is Lengths:
         n, side = mask.n, "left" if mask.left else "right"
         if type(n) is Tensor:
-            return (side, n.shape) if n.is_cpu else None
+            return (side, n.shape, n.device)
         return (side, n) if type(n) is int else None
     if type(mask) is And and isinstance(mask.left, Band | Lengths) and isinstance(mask.right, Band | Lengths):
         parts = _describe(mask.left), _describe(mask.right)

@@ -15,7 +15,7 @@ from manyheads.problem import ALL, Problem
 from manyheads.shapes import can_read
 
 NAME = "reference"
-GIVES_LSE = False  # its log-sum-exp is rounded differently from the scores that maps compute in blocks
+GIVES_LSE = False  # for the same reason as in `flex`
 SHIELDS = True  # masked NaN and Inf can't affect results
 
 

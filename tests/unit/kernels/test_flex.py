@@ -129,7 +129,7 @@ def test_the_table_says_what_leaks_on_cuda(monkeypatch: pytest.MonkeyPatch) -> N
         lines = kernels.table(Problem.of(q, q, q, softcap=2.0)).splitlines()
     assert [line.split()[0] for line in lines[1:] if line[2] != " "] == list(kernels.ORDER)
     (line,) = (line for line in lines if line.startswith("  flex"))
-    for words in ("yes: a map is free", "unless the key is masked for all queries", "← auto"):
+    for words in ("yes: a map costs one more pass", "unless the key is masked for all queries", "← auto"):
         assert words in line
 
 
@@ -515,9 +515,8 @@ def test_the_device_is_never_waited_for() -> None:
     leaves, rest = on_gpu()
 
     def train() -> None:
-        out, amap = mh.attention_with_map(*leaves[:3], **rest)
+        out, _ = mh.attention_with_map(*leaves[:3], **rest)
         torch.autograd.grad(out.float().square().mean(), leaves)
-        assert amap.lse.shape == (2, 4, 300)
 
     train()
     torch.cuda.set_sync_debug_mode("error")

@@ -7,9 +7,11 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import manyheads as mh
 from manyheads import kernels
+from manyheads.kernels import sdpa
 from manyheads.problem import Problem
 from tests.cases import CASES, DTYPES, KERNELS, Answer, Case, Inputs, gradients, make, oracle, over, plain
 
@@ -113,3 +115,20 @@ def test_the_two_oracles_agree(case: Case) -> None:
     for name, x in plain(make(case)).items():
         true = answer.values[name]
         assert not over(x, true, np.full_like(true, 1e-10 * abs(true).max(initial=1))), name
+
+
+def test_sdpa_has_limits_on_cuda() -> None:
+    """Of tensors without numbers, because there may be no GPU."""
+    with FakeTensorMode():
+        for d, dtype, grad, refused in [
+            (12, torch.float16, True, "head size 12 is not a multiple of 8"),
+            (12, torch.float16, False, None),
+            (12, torch.float32, True, None),
+            (16, torch.bfloat16, True, None),
+            (264, torch.bfloat16, False, "head size 264 is above 256"),
+            (16, torch.float64, False, "float64"),
+        ]:
+            q = torch.empty(2, 4, 6, d, dtype=dtype, device="cuda", requires_grad=grad)
+            reasons = sdpa.why_unsupported(Problem.of(q, q, q))
+            assert len(reasons) == (refused is not None)
+            assert refused is None or refused in reasons[0]

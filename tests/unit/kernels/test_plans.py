@@ -251,6 +251,15 @@ def test_threads_are_part_of_a_layout() -> None:
     assert torch.equal(*outs)
 
 
+def test_each_device_has_plans_of_its_own() -> None:
+    """A device without numbers stands for a GPU, which has other kernels."""
+    q, k, v = operands()
+    there = [x.to("meta") for x in (q, k, v)]
+    assert planned(*there).is_meta
+    assert planned(q, k, v).is_cpu
+    assert mh.attention(*there).is_meta
+
+
 def test_compiled_code_has_no_plan() -> None:
     compiled: Callable[..., Tensor] = torch.compile(mh.attention, fullgraph=True, backend="eager")
     q, k, v = operands()
@@ -359,12 +368,13 @@ def test_layouts_of_other_masks_differ() -> None:
         *(mask_of(n) for mask_of in LENGTHS.values()), mh.Lengths(n[:1]), mh.Lengths(n) & mh.Causal(),
         *(mh.Lengths(size) for size in (0, 4, 5)), mh.Lengths(5, left=True), mh.Causal(),
         mh.Window(left=0, right=5), mh.Window(left=1, right=5), mh.Causal() & mh.Window(left=1),
+        mh.Lengths(n.to("meta")),
     ]  # fmt: skip
     layouts = [plans.layout(q, k, v, **{**DEFAULTS, "mask": mask, "kernel": "auto"}) for mask in masks]
     assert None not in layouts
     assert len(set(layouts)) == len(masks)
     other = mh.Lengths(n) & mh.Lengths(n, left=True), mh.Lengths(n) | mh.Causal(), ~mh.Lengths(n)
-    for mask in (*other, mh.Lengths(n) & mh.Causal() & mh.Causal(), mh.Lengths(n.to("meta"))):
+    for mask in (*other, mh.Lengths(n) & mh.Causal() & mh.Causal()):
         assert plans.layout(q, k, v, **{**DEFAULTS, "mask": mask, "kernel": "auto"}) is None
 
 
