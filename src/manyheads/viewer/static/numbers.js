@@ -89,6 +89,13 @@ function roundUp(x) {
   return ten * [1, 2, 5, 10].find((n) => n * ten >= x * (1 - 1e-6));
 }
 
+// Format a weight or a score with two decimals. A number below 1 that would be rounded to 1.00 has more, up to four: "0.999".
+// `highlights.format_score` does the same.
+function twoDecimals(value) {
+  const texts = [2, 3, 4].map((decimals) => value.toFixed(decimals));
+  return texts.find((text) => Math.abs(Number(text)) !== 1) ?? texts[0];
+}
+
 // Format a number that may be negative, with a minus sign.
 const number = (x, digits = 3) => (x === null ? "not finite" : x < 0 ? `−${format(-x, digits)}` : format(x, digits));
 
