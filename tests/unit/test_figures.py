@@ -695,7 +695,7 @@ def test_quotations_from_right_to_left_dont_reorder_the_words_around_them() -> N
     """They are in Unicode's isolates (U+2068 to U+2069), which have no width."""
     sentence = '"{0}" attends to the first "{0}" (0.99), the text is “{0}”.'
     isolated = (
-        '\u2068"{0}"\u2069 attends to the first \u2068"{0}"\u2069 (0.99), the text is \u2068“{0}”\u2069.'
+        '"\u2068{0}\u2069" attends to the first "\u2068{0}\u2069" (0.99), the text is “\u2068{0}\u2069”.'
     )
     for name, expected in (("عليكم", isolated), ("שלום", isolated), ("station", sentence)):
         for figure in (

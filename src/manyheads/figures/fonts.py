@@ -60,13 +60,19 @@ def legible(text: str) -> str:
 
 
 def isolate_quotes(text: str) -> str:
-    """Return an English text with its quotations in Unicode's isolates, if any is written from right to left.
+    """Return an English text with what it quotes in Unicode's isolates, if any is written from right to left.
 
     Otherwise a quotation in Arabic or Hebrew would reorder the words and numbers around it.
     """
     if not _is_reordered(text):
         return text
-    return QUOTATION.sub(lambda quotation: "\n".join(map(_enclose, quotation[0].split("\n"))), text)
+    return QUOTATION.sub(_isolate_quote, text)
+
+
+def _isolate_quote(quotation: re.Match[str]) -> str:
+    """Return a quotation with its lines in isolates, in the quotation marks of the sentence around it."""
+    first, *lines, last = quotation[0][0], *quotation[0][1:-1].split("\n"), quotation[0][-1]
+    return first + "\n".join(map(_enclose, lines)) + last
 
 
 def isolate(name: str) -> str:

@@ -68,8 +68,8 @@ class HeadPane {
   // its module.
   nameHead(place) {
     const { runs } = this.app.info, text = this.comparesTexts && this.app.textOf(place.run, place.batch), { number, name, heads } = this.app.layer(place);
-    const source = runs.length > 1 ? ` · ${runs[place.run].title}${text ? `, “${short(text, 32)}”` : ""}` : "";
-    return [`layer ${number}, head ${heads[place.head]}${source}`, make("span", { class: "module" }, ` ${name}`)];
+    const source = runs.length > 1 ? ` · ${runs[place.run].title}` : "", quoted = text ? [", “", make("bdi", {}, short(text, 32)), "”"] : [];
+    return [`layer ${number}, head ${heads[place.head]}${source}`, ...quoted, make("span", { class: "module" }, ` ${name}`)];
   }
 
   close() {
