@@ -143,7 +143,7 @@ def test_few_queries_or_keys_are_not_pooled(page: Page, served: list[Server], t:
 
 def test_numbers_in_cells_have_only_true_digits(page: Page) -> None:
     rng = np.random.default_rng(0)
-    weights = 10 ** rng.uniform(-13, 0, 3_000)
+    weights = np.concatenate([10 ** rng.uniform(-13, 0, 3_000), rng.uniform(0.99, 1, 100)])
     stored = ((weights * 2**15).astype(np.float16).astype(np.float64) / 2**15).tolist()
     body = "return argument.map((weight) => [2, 3].map((digits) => formatCell(weight, digits, false)));"
     for true, texts in zip(weights, run_script(page, "numbers headpane", body, stored), strict=True):
@@ -152,13 +152,15 @@ def test_numbers_in_cells_have_only_true_digits(page: Page) -> None:
                 assert true < float(text[2:])
                 continue
             mantissa, _, exponent = text.partition("e")
-            assert len(mantissa.replace(".", "").lstrip("0")) <= digits
+            assert len(mantissa.replace(".", "").lstrip("0")) <= (3 if true > 0.99 else digits)
             unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
             assert float(text) > 0
             assert abs(float(text) - true) <= unit  # the last digit is right, up to rounding twice
 
 
 def test_a_weight_has_one_format_and_doesnt_break(page: Page) -> None:
+    short = "return argument.map((weight) => format(weight, 2));"
+    assert run_script(page, "numbers", short, [0.9986, 0.99996]) == ["0.999", "1"]
     weights = [1, 0.99987, 0.99996, 0.5, 0.0012, 1.58e-10, 0]
     body = "return argument.map((weight) => format(weight, 4));"
     assert run_script(page, "numbers", body, weights) == [

@@ -573,7 +573,7 @@ const LEAST_NORMAL = 2 ** -29, STEP = 2 ** -39; // of float16 divided by 2^15: b
 
 // Format a weight of a tile with at most `digits` significant digits, and only as many as its float16 has.
 function formatCell(weight, digits, isExact) {
-  if (isExact || weight >= LEAST_NORMAL) return format(weight, digits);
+  if (isExact || weight >= LEAST_NORMAL) return format(weight, digits, isExact ? 4 : 3);
   const known = Math.floor(Math.log10(weight / STEP));
   return known < 1 ? "< 2e-11" : format(weight, Math.min(digits, known));
 }

@@ -105,8 +105,10 @@ const plural = (n, word) => `${count(n)} ${word}${n === 1 ? "" : "s"}`;
 // The size of a matrix, such as "20,000 queries × 3 keys".
 const matrixSize = ([, , t, s]) => `${count(t)} ${t === 1 ? "query" : "queries"} × ${plural(s, "key")}`;
 
-// Format a weight with at most this many significant digits, without zeros at its end: "0.5", "1.2e-7".
-function format(weight, digits = 3) {
+// Format a weight with at most this many significant digits, without zeros at its end: "0.5", "1.2e-7". A number below 1 that would
+// be rounded to 1 has more, up to `most`.
+function format(weight, digits = 3, most = 4) {
   const rounded = Number(weight.toPrecision(digits));
+  if (rounded === 1 && weight < 1 && digits < most) return format(weight, digits + 1, most);
   return rounded && Math.abs(rounded) < 0.001 ? rounded.toExponential() : String(rounded);
 }
