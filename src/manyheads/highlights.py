@@ -90,7 +90,7 @@ class Pattern:
         """A few words: `previous token 1.00`, `induction 0.81`, `about 160 tokens`."""
         if self.name == "entropy":
             return f"about {_round_count(math.exp(self.value))} tokens"
-        return f"{PATTERNS[self.name][0]} {self.value:.2f}"
+        return f"{PATTERNS[self.name][0]} {format_score(self.value)}"
 
     @property
     def phrase(self) -> str:
@@ -99,7 +99,7 @@ class Pattern:
             count = _round_count(math.exp(self.value))
             return f"spreads over about {count} tokens (entropy {self.value:.1f} nats)"
         name = "induction, " if self.name == "induction" else ""
-        return f"attends to {PATTERNS[self.name][1]} ({name}{self.value:.2f})"
+        return f"attends to {PATTERNS[self.name][1]} ({name}{format_score(self.value)})"
 
 
 @dataclass(frozen=True)
@@ -284,6 +284,16 @@ def summarize(patterns: Sequence[Pattern | None]) -> str | None:
     return f"Of {len(patterns)} heads, {listed}."
 
 
+def format_score(value: float) -> str:
+    """Return a weight or a score with two decimals.
+
+    A number below 1 that would be rounded to `1.00` has more, up to four: `0.999`. The viewer's page does the
+    same (`numbers.js`).
+    """
+    texts = [f"{value:.{decimals}f}" for decimals in (2, 3, 4)]
+    return next((text for text in texts if abs(float(text)) != 1), texts[0])
+
+
 def _round_count(count: float) -> str:
     """Return a number of tokens, rounded to two digits."""
     unit = 10 ** max(0, math.floor(math.log10(count)) - 1)
@@ -461,7 +471,7 @@ def describe(finding: Finding, tokens: TokenizedText) -> str:
     if key == query:
         source, target = name_token(query, tokens), "itself"
     head = f"{name_head(finding.layer, finding.head)}{pattern}"
-    return f"{head}: {source} attends to {target} ({finding.weight:.2f}){detail}."
+    return f"{head}: {source} attends to {target} ({format_score(finding.weight)}){detail}."
 
 
 def _describe_induction(query: int, key: int, tokens: TokenizedText) -> str:

@@ -47,7 +47,7 @@ from manyheads import (
 )
 from manyheads.classic.components import PositionalEncoder
 from manyheads.classic.modeling_attention import MultiHeadSelfAttention
-from manyheads.figures import cells, fonts
+from manyheads.figures import cells, fonts, heatmaps
 from manyheads.kernels import chunked
 from tests.cases import CASES, Case, bias_numbers, make, oracle
 from tests.errors import raises
@@ -689,6 +689,25 @@ def test_text_in_files_is_text() -> None:
     assert b"/Type3" not in pdf.getvalue()
     assert b"/FontFile2" in pdf.getvalue()  # TrueType
     assert rcParams["svg.fonttype"] == "path"  # matplotlib's own setting isn't changed
+
+
+def test_quotations_from_right_to_left_dont_reorder_the_words_around_them() -> None:
+    """They are in Unicode's isolates (U+2068 to U+2069), which have no width."""
+    sentence = '"{0}" attends to the first "{0}" (0.99), the text is “{0}”.'
+    isolated = (
+        '"\u2068{0}\u2069" attends to the first "\u2068{0}\u2069" (0.99), the text is “\u2068{0}\u2069”.'
+    )
+    for name, expected in (("عليكم", isolated), ("שלום", isolated), ("station", sentence)):
+        for figure in (
+            figures.head(made_map(t=3), title=sentence.format(name)),
+            figures.grid([made_map(t=3)], title=sentence.format(name)),
+        ):
+            assert expected.format(name) in words(figure).replace("\n", " ")
+    assert heatmaps.measure(isolated.format("عليكم"), 9) == pytest.approx(
+        heatmaps.measure(sentence.format("عليكم"), 9), rel=0.02
+    )
+    labels = ticks(figures.grid([made_map(t=40, h=1)], ["عليكم", "station"] * 20).axes[0].xaxis)
+    assert labels[0] == "\u2068عليكم\u2069  0"
 
 
 def test_tokens_of_one_character_have_one_label() -> None:

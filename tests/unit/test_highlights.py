@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyheads import Causal, attention_with_map
-from manyheads.highlights import MAJORITY, PATTERNS, REPEATS, Pattern, describe_head, find_pattern, summarize
+from manyheads.highlights import (
+    MAJORITY,
+    PATTERNS,
+    REPEATS,
+    Pattern,
+    describe_head,
+    find_pattern,
+    format_score,
+    summarize,
+)
 from manyheads.maps import AttentionMap
 from manyheads.observe.table import score_heads
 
@@ -55,8 +64,21 @@ def test_a_head_in_words(scores: dict[str, float | None], words: str | None) -> 
     assert describe_head(scores) == words
 
 
+def test_a_score_below_1_isnt_written_as_1() -> None:
+    written = {
+        0.0: "0.00",
+        0.7149: "0.71",
+        0.9949: "0.99",
+        0.9951: "0.995",
+        0.9986: "0.999",
+        0.99951: "0.9995",
+    }
+    written |= {0.99996: "1.00", 1.0: "1.00", 5.1: "5.10", -0.9986: "-0.999"}
+    assert {value: format_score(value) for value in written} == written
+
+
 def test_labels_are_short() -> None:
-    assert Pattern("previous_token", 0.996).label == "previous token 1.00"
+    assert Pattern("previous_token", 0.996).label == "previous token 0.996"
     assert Pattern("induction", 0.81).label == "induction 0.81"
     assert Pattern("entropy", 5.1).label == "about 160 tokens"
     assert all(len(Pattern(name, 1.0).label) < 20 for name in PATTERNS)

@@ -7,6 +7,7 @@ files open, so a list has no other fonts, and fonts are searched without matplot
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Mapping
 from functools import lru_cache
@@ -20,6 +21,9 @@ from manyheads.tokens import escape
 # the first words of the names of characters that only one language has.
 REGIONS = {"HIRAGANA": "JP", "KATAKANA": "JP", "HANGUL": "KR"}
 CHINESE = "SC"
+
+# As `highlights.quote` and the viewer's page write them.
+QUOTATION = re.compile(r"""\"[^"]+"|(?<!\S)'.+?'(?=[\s,.]|$)|“[^”]+”""", re.DOTALL)
 
 
 def families(text: str, context: str | None = None) -> list[str]:
@@ -53,6 +57,36 @@ def lacking(text: str) -> str | None:
 def legible(text: str) -> str:
     """Return a text with characters that aren't printable replaced by their escapes."""
     return "".join(escape(text, n) for n in range(len(text)))
+
+
+def isolate_quotes(text: str) -> str:
+    """Return an English text with what it quotes in Unicode's isolates, if any is written from right to left.
+
+    Otherwise a quotation in Arabic or Hebrew would reorder the words and numbers around it.
+    """
+    if not _is_reordered(text):
+        return text
+    return QUOTATION.sub(_isolate_quote, text)
+
+
+def _isolate_quote(quotation: re.Match[str]) -> str:
+    """Return a quotation with its lines in isolates, in the quotation marks of the sentence around it."""
+    first, *lines, last = quotation[0][0], *quotation[0][1:-1].split("\n"), quotation[0][-1]
+    return first + "\n".join(map(_enclose, lines)) + last
+
+
+def isolate(name: str) -> str:
+    """Return a name in Unicode's isolates if it is written from right to left, for a number after it."""
+    return _enclose(name) if _is_reordered(name) else name
+
+
+def _enclose(line: str) -> str:
+    return f"\u2068{line}\u2069"
+
+
+def _is_reordered(text: str) -> bool:
+    """Return True if characters of a text are written from right to left."""
+    return any(unicodedata.bidirectional(c) in {"R", "AL", "AN"} for c in text)
 
 
 def _missing(text: str) -> frozenset[str]:

@@ -29,10 +29,11 @@ from matplotlib.ticker import NullLocator
 from matplotlib.transforms import ScaledTranslation
 
 from manyheads.figures.cells import DPI, POOLING, SHARP, AxisLabels, Labels, Panel
-from manyheads.figures.fonts import families, lacking, legible
+from manyheads.figures.fonts import families, isolate, isolate_quotes, lacking, legible
 from manyheads.figures.strips import GAP as STRIP_GAP
 from manyheads.figures.strips import SIZE as STRIP_SIZE
 from manyheads.figures.strips import Strips, draw_strips
+from manyheads.highlights import format_score
 from manyheads.tokens import TokenizedText, is_boundary
 
 BarTicks = Sequence[tuple[float, str]]  # weights of a colour bar, with labels
@@ -212,10 +213,8 @@ def draw_row(
             draw_strips(axes, strips, panels[0].cells.shape)
         if subtitle:
             place: Any = ((0.5, 1), (0, 7 + 72 * above), "axes fraction", "offset points")
-            family = families(subtitle)
-            axes.annotate(
-                subtitle, *place, **CAPTION_STYLE | {"fontsize": SUBTITLES}, family=family, parse_math=False
-            )
+            style = CAPTION_STYLE | {"fontsize": SUBTITLES, "family": families(subtitle)}
+            axes.annotate(isolate_quotes(subtitle), *place, **style, parse_math=False)
         axes.set_xlabel(_axis_label("key", 1, panels), fontsize=10)
     all_axes[0].set_ylabel(_axis_label("query", 0, panels), fontsize=10)
     set_title(figure, title, 12)
@@ -344,9 +343,9 @@ def draw_heatmap(
 
 
 def _write_weight(weight: float) -> str:
-    """Return a weight, or a difference of weights, with two decimals; one near 0 is "<.01"."""
+    """Return a weight, or a difference of weights, with two decimals or more; one near 0 is "<.01"."""
     if abs(weight) >= 0.005:
-        return f"{weight:.2f}".replace("-", "−")
+        return format_score(weight).replace("-", "−")
     return "<.01" if weight > 0 else ">−.01" if weight else "0"
 
 
@@ -522,13 +521,12 @@ def make_ticks(names: Labels | None, size: int, inches: float, first: int = 0) -
         if isinstance(names, TokenizedText):
             names = [names.word(i) or names[i] for i in range(size)]
         is_numbered = step > 1 and not _are_places(names)
-        labels = [
-            "  ".join(
-                ([] if i - step in words[i] else [_shorten(names[i])])  # a word is written once
-                + ([f"{first + i}"] if is_numbered else [])
-            )
-            for i in positions
-        ]
+        labels = ["" if i - step in words[i] else _shorten(names[i]) for i in positions]  # a word once
+        if is_numbered:
+            labels = [
+                f"{isolate(label)}  {first + i}" if label else f"{first + i}"
+                for i, label in zip(positions, labels, strict=True)
+            ]
     return Ticks(positions, labels, step * inches / size)
 
 
@@ -560,7 +558,8 @@ def set_title(figure: Figure, title: str | None, size: float) -> None:
 
 def set_text(setter: Callable[..., object], text: str, size: float, inches: float | None = None) -> None:
     """Call `setter` with a title or label that is legible, has no formulas, and is at most `inches` wide."""
-    setter(_wrap(text, size, inches), fontsize=size, parse_math=False, fontfamily=families(text))
+    written = isolate_quotes(_wrap(text, size, inches))
+    setter(written, fontsize=size, parse_math=False, fontfamily=families(text))
 
 
 def _wrap(text: str, size: float, inches: float | None) -> str:

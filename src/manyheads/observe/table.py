@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from manyheads.highlights import format_score
 from manyheads.measures import SCORES, UNITS
 from manyheads.observe.summaries import HEAD_SCORES, Call, Reduced
 
@@ -119,7 +120,7 @@ class Table(Sequence[Any]):
                 min_width=max(map(len, column.split("_"))),
             )
         for layer, head, *values in self.rows:
-            table.add_row(layer, str(head), *("-" if x is None else f"{x:.2f}" for x in values))
+            table.add_row(layer, str(head), *("-" if x is None else format_score(x) for x in values))
         return table
 
     def __repr__(self) -> str:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from manyheads import figures
-from manyheads.highlights import HeadScores, name_head
+from manyheads.highlights import HeadScores, format_score, name_head
 from manyheads.maps import AttentionMap
 from manyheads.statistics import Pooled, edges
 from manyheads.text.report import COUNTERFACTUAL, Reading, has_masked_keys
@@ -149,10 +149,11 @@ def make_table(reading: Reading, columns: Sequence[str]) -> Table:
     table.add_column("layer", justify="right")
     table.add_column("head", justify="right", no_wrap=True)
     for heading in (name.replace("_", " ") for name in columns):
-        table.add_column(heading, justify="right", width=max(map(len, heading.split())), overflow="fold")
+        table.add_column(heading, justify="right", min_width=max(map(len, heading.split())), overflow="fold")
 
     def format_cells(scores: HeadScores, marked: str | None = None) -> list[Text]:
-        numbers = {name: "-" if scores[name] is None else f"{scores[name]:.2f}" for name in columns}
+        found = {name: scores[name] for name in columns}
+        numbers = {name: "-" if score is None else format_score(score) for name, score in found.items()}
         return [
             Text(f"{number}*", style="bold") if name == marked else Text(f"{number} ")
             for name, number in numbers.items()

@@ -11,6 +11,7 @@ from PIL import Image
 from playwright.sync_api import Download, Page, Route, expect
 
 import manyheads as mh
+from manyheads.highlights import format_score
 from manyheads.viewer import pictures
 from manyheads.viewer.api import Api
 from manyheads.viewer.export import plan_export
@@ -91,6 +92,13 @@ def test_the_ticks_of_figures_are_those_of_the_page(page: Page) -> None:
             call = f"colorTicks({top!r}, {scale!r}).map(({{ label }}) => label)"
             shown = page.evaluate(f"(() => {{ {source}; return {call} }})()")
             assert [label for _, label in pictures.color_ticks(top, scale)] == shown
+
+
+def test_the_scores_of_findings_are_those_of_the_page(page: Page) -> None:
+    source = (Path(pictures.__file__).parent / "static/numbers.js").read_text("utf-8")
+    values = [0.0, 0.004, 0.7149, *(1 - n * 0.00013 for n in range(80)), 1.0, 1.001, 5.1]
+    shown = page.evaluate(f"(values) => {{ {source}; return values.map(twoDecimals) }}", values)
+    assert [format_score(value) for value in values] == shown
 
 
 @pytest.mark.parametrize("format", ["svg", "pdf"])

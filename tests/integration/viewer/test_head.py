@@ -46,7 +46,7 @@ def test_weights_equal_the_map_at_every_zoom(page: Page, served: list[Server], l
             expect(page.locator(".value").first).to_have_text("masked")
             continue
         assert exact(page) == float(amap[0, 1, i, j])
-        assert f"“{amap.tokens[i]}”" in page.locator(".reading").first.inner_text()  # type: ignore[index]
+        assert f"“\u2068{amap.tokens[i]}\u2069”" in page.locator(".reading").first.inner_text()  # type: ignore[index]
     page.keyboard.press("[")
     loaded(page)
     expect(page).not_to_have_url(re.compile("head=1"))

@@ -28,9 +28,7 @@ def test_the_panel_shows_the_row_of_the_pinned_query(page: Page, served: list[Se
     opened(page, served, amap, at="#page=head&head=1&pin=41,7")
     loaded(page)
     panel = page.locator(".side-panel")
-    expect(panel.locator("h3").first).to_have_text(
-        "Query 41 “\u2068cat”\u2069 over 60 keys".replace("“\u2068cat”\u2069", "\u2068“cat”\u2069")
-    )
+    expect(panel.locator("h3").first).to_have_text("Query 41 “\u2068cat\u2069” over 60 keys")
     expect(panel.locator(".top-keys button")).to_have_count(12)
     wanted = amap[0, 1, 41].topk(12)
     shown = [weight(element) for element in panel.locator(".top-keys .value").all()]
@@ -58,7 +56,7 @@ def test_without_a_crosshair_the_panel_shows_the_last_query_of_the_text(
     opened(page, served, amap, at="#page=head&head=1")
     loaded(page)
     panel = page.locator(".side-panel")
-    expect(panel.locator("h3").first).to_have_text("Query 3 \u2068“on”\u2069 over 6 keys")
+    expect(panel.locator("h3").first).to_have_text("Query 3 “\u2068on\u2069” over 6 keys")
     expect(panel.locator(".hint")).to_contain_text("the last query, and its largest weight")
     wanted = amap[0, 1, 3].sort(descending=True)
     shown = [weight(element) for element in panel.locator(".top-keys .value").all()]

@@ -138,7 +138,7 @@ def test_names_of_tokens_are_shown_when_they_arrive_last(page: Page, served: lis
     tokens.release()
     loaded(page)
     expect(page.locator(".top-keys mark")).to_have_count(12)
-    expect(page.locator(".why .pair")).to_contain_text("query 20 \u2068“the”\u2069")
+    expect(page.locator(".why .pair")).to_contain_text("query 20 “\u2068the\u2069”")
 
 
 def test_tiles_that_were_estimated_before_the_end_of_the_scan_are_replaced(

@@ -10,6 +10,7 @@ from playwright.sync_api import Page, expect
 
 import manyheads as mh
 from manyheads.viewer.server import Server
+from tests.chromium import wait_until_painted
 from tests.integration.viewer.pages import (
     a_map,
     box_of,
@@ -105,6 +106,21 @@ def test_cross_attention_selects_the_key_of_the_pinned_weight(page: Page, served
     page.locator(".column.query li").nth(5).click()
     page.keyboard.press("x")
     expect(page.locator("aside.beside")).to_have_attribute("data-token", "8")  # no key is selected
+
+
+def test_lines_follow_words_that_move_beside_the_drawer(page: Page, served: list[Server]) -> None:
+    opened(page, served, a_map(300), at="#page=text&heads=0&token=120")
+    expect(page.locator("aside.beside")).to_have_attribute("data-token", "120")
+    page.keyboard.press("f")
+    expect(page.locator(".drawer")).to_be_visible()
+    wait_until_painted(page)
+    start = """() => {
+        const path = document.querySelector(".lines path"), { x, y } = path.getPointAtLength(0);
+        const sheet = path.ownerSVGElement.getBoundingClientRect();
+        const box = document.querySelector(".token.selected").getBoundingClientRect();
+        return [sheet.x + x - box.x - box.width / 2, sheet.y + y + 8 - box.y - box.height / 2];
+    }"""
+    assert page.evaluate(start) == pytest.approx([0, 0], abs=1)
 
 
 def test_without_a_chosen_head_the_text_says_so(page: Page, served: list[Server]) -> None:

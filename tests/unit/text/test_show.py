@@ -27,6 +27,7 @@ from manyheads.highlights import (
     expected_weights,
     explain,
     find_candidates,
+    format_score,
     left_out,
     most_characteristic,
     name_token,
@@ -428,11 +429,11 @@ def test_findings_come_first_and_then_one_picture(run: Any) -> None:
     ran = run(SENTENCE)
     assert (ran.code, ran.err) == (0, "")
     *sentences, blank, written, more = ran.out.splitlines()
-    first = re.fullmatch(r"Layer (\d), head (\d)\b.*: .+ attends to .+ \([01]\.\d\d\).*\.", sentences[0])
+    first = re.fullmatch(r"Layer (\d), head (\d)\b.*: .+ attends to .+ \([01]\.\d\d+\).*\.", sentences[0])
     assert first
     assert len(sentences) <= 5
     findings = [sentence for sentence in sentences if sentence.startswith("Layer")]
-    weights = [float(re.search(r"\((\d\.\d\d)\)", line)[1]) for line in findings]  # type: ignore[index]
+    weights = [float(re.search(r"\((\d\.\d\d+)\)", line)[1]) for line in findings]  # type: ignore[index]
     assert weights == sorted(weights, reverse=True)
     assert all(re.fullmatch(r"Of 6 heads, .+\.", line) for line in sentences[len(findings) :])
     assert (blank, written) == ("", "wrote manyheads-out/overview.png")
@@ -518,7 +519,7 @@ def test_the_words_agree_with_the_model(run: Any, checkpoint: Path) -> None:
     for one in found["findings"]:
         weight = float(maps[one["layer"]][0, one["head"], one["query"], one["key"]])
         assert one["weight"] == pytest.approx(weight, abs=1e-5)
-        assert f"({weight:.2f})" in one["sentence"]
+        assert f"({format_score(weight)})" in one["sentence"]
     assert len(found["measures"]) == 6
     for row in found["measures"]:
         weights = maps[row["layer"]].dense()[0, row["head"]]

@@ -14,6 +14,7 @@ class App {
   constructor(root, client, linked) {
     Object.assign(this, { root, client, linked, page: null, hovered: null, hatches: {} });
     this.responses = new Map(); // of `load`, by address
+    this.wantsPanel = null; // whether the side panel is shown beside compared heads; null if it was never chosen
     this.state = { ...DEFAULTS, ...(linked ? parseHash() : {}) };
     this.abortController = new AbortController();
   }

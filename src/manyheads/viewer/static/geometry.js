@@ -18,12 +18,12 @@ class Geometry {
   }
 
   // Set the space for the canvas in pixels, and choose the area: a square unless the matrix is elongated, so that it has the same
-  // proportions in every window.
-  setSpace(width, height) {
-    const isPhone = width < PHONE;
+  // proportions in every window. isPhone: whether the rulers are narrow. hasBar: whether the colour bar is beside it.
+  setSpace(width, height, isPhone, hasBar) {
+    this.beside = hasBar ? BAR : MARGIN;
     this.above = this.strip + (!this.isLabelled ? NUMBERED_ABOVE : isPhone ? NARROW_ABOVE : NAMED_ABOVE);
     this.left = this.strip + (isPhone ? NARROW_RULER : this.isLabelled ? NAMED_RULER : NUMBERED_RULER);
-    const wide = Math.max(40, width - this.left - BAR), high = Math.max(40, height - this.above - MARGIN);
+    const wide = Math.max(40, width - this.left - this.beside), high = Math.max(40, height - this.above - MARGIN);
     const most = ([tokens, pixels]) => Math.min(pixels, Math.max(1, tokens) * CLOSEST);
     if (this.isElongated) {
       this.wide = most([this.s, wide]);
@@ -38,7 +38,7 @@ class Geometry {
 
   // The size of the canvas that the area needs.
   get width() {
-    return this.left + this.wide + BAR;
+    return this.left + this.wide + this.beside;
   }
 
   get height() {

@@ -5,6 +5,7 @@ const BOTH = 1200; // pixels: the least width of the page that has a side panel 
 const FLIGHT = 500; // milliseconds in which the view moves to a finding
 const READABLE = 14; // pixels: cells of the whole matrix that are as large need no zoom to a finding
 const LEAST_PANE = 420; // pixels: the least width of a pane, whose texts need it
+const ROOMY = 500; // pixels: the side of compared matrices that leaves room for the side panel
 const SCANNING = "The crosshair moves to the next largest weight when the scan of this head is complete.";
 
 class HeadPage {
@@ -17,10 +18,11 @@ class HeadPage {
     body.append(this.root);
     this.compareButton = button("compare", "compare", "compare with another head, layer or run; both zoom together (c)", () => this.compare());
     this.show = app.choice("show", "show", { both: "both", difference: "difference" }, "show both heads, or the difference of their weights");
+    this.panelButton = button("side-panel", "side panel", "show or hide the weights of the query under the crosshair, of both heads (s)", () => this.togglePanel());
     this.nextButton = button("next", "next largest", "move the crosshair to the next largest weight in this head (n)", () => this.moveToNextLargest());
     this.nextButton.hidden = app.client instanceof PageClient; // an exported page can't search all weights
     this.saveButtons = new SaveButtons(this);
-    tools.append(this.compareButton, this.show, this.nextButton,
+    tools.append(this.compareButton, this.show, this.panelButton, this.nextButton,
       button("fit", "fit", "fit the matrix (0)", () => this.fit()), this.saveButtons.element);
     this.resizing = new ResizeObserver(() => this.layOut());
     this.resizing.observe(this.root);
@@ -98,24 +100,48 @@ class HeadPage {
 
   // Give each pane its space. A single matrix is a square, with the side panel in the space beside it, or below on a narrow screen.
   layOut() {
-    const width = this.root.clientWidth, { length } = this.panes, isNarrow = width < 760;
+    const width = this.root.clientWidth, { length } = this.panes, isNarrow = width < 760, isCompared = length > 1;
     this.isNarrow = isNarrow;
     this.root.classList.toggle("narrow", isNarrow);
-    this.root.classList.toggle("compared", length > 1);
+    this.root.classList.toggle("compared", isCompared);
     this.alignHeads(isNarrow);
-    // The drawer, or the second pane, takes the place of the panel.
-    this.side.hidden = !this.panels.length || (!isNarrow && (this.app.drawer.shown !== null ? width < BOTH : width < length * LEAST_PANE + PANEL));
+    const isCovering = isCompared && !isNarrow && width < length * LEAST_PANE + PANEL;
+    this.root.classList.toggle("covering", isCovering); // the panel covers a part of the second matrix
+    this.side.hidden = !this.panels.length || !(isNarrow || this.hasPanel(width));
+    this.panelButton.hidden = !isCompared || isNarrow;
+    this.panelButton.setAttribute("aria-pressed", !this.side.hidden);
+    const isBeside = !isNarrow && !this.side.hidden && !isCovering, room = width - (isBeside ? PANEL + 16 : 0);
+    const bars = isCompared && !isNarrow ? BAR - MARGIN : 0; // the pane with the colour bar is wider, so that matrices are equally large
+    const shareOf = (pane) => (isNarrow ? width : (room - bars) / length + (this.hasBar(pane) ? bars : 0));
+    const isPhone = Math.min(...this.panes.map(shareOf)) - 16 < PHONE;
     for (const pane of this.panes) {
       if (!pane.tiles) continue;
       const texts = pane.element.offsetHeight - pane.canvas.offsetHeight;
       const height = isNarrow ? width : this.root.clientHeight - texts;
-      const most = isNarrow ? width - 16 : this.side.hidden ? width / length - 16 : Math.max(LEAST_PANE, (width - PANEL - 16) / length - 16);
-      pane.setSpace(most, height);
-      const isWide = isNarrow || this.side.hidden;
-      pane.element.style.width = isWide ? `${100 / (isNarrow ? 1 : length)}%` : `${Math.max(LEAST_PANE, pane.geometry.width + 16)}px`;
+      const share = shareOf(pane);
+      pane.setSpace(isBeside && !isCompared ? Math.max(LEAST_PANE, share - 16) : share - 16, height, isPhone);
+      pane.element.style.width = isBeside ? `${Math.max(LEAST_PANE - BAR, pane.geometry.width + 16)}px` : `${share}px`;
     }
     for (const panel of this.panels) panel.draw();
     this.picture?.draw();
+  }
+
+  // Whether the side panel is shown in a page of this width. It isn't beside an open drawer, unless both fit, and beside two matrices
+  // only if these stay large or the button was pressed.
+  hasPanel(width) {
+    const { length } = this.panes, { app } = this;
+    if (app.drawer.shown !== null && width < BOTH) return false;
+    if (length < 2) return width >= LEAST_PANE + PANEL;
+    const [, , t, s] = app.layer(this.panes[0].place).shape, side = (width - PANEL - BAR) / length - STRIP - NAMED_RULER - 16;
+    return app.wantsPanel ?? side >= Math.min(ROOMY, CLOSEST * Math.max(t, s));
+  }
+
+  togglePanel() {
+    const { app } = this, { drawer } = app;
+    if (this.panelButton.hidden) return;
+    app.wantsPanel = this.side.hidden;
+    if (app.wantsPanel && drawer.shown !== null && this.root.clientWidth < BOTH) drawer.toggle(drawer.shown);
+    this.layOut();
   }
 
   // Give the heads of panes beside each other the same height, so that their matrices begin at the same height.
@@ -314,7 +340,7 @@ class HeadPage {
     }
     const action = {
       "+": () => this.zoomBy(2), "=": () => this.zoomBy(2), "-": () => this.zoomBy(0.5), "0": () => this.fit(),
-      "1": () => this.zoomToWeights(), n: () => this.moveToNextLargest(), c: () => this.compare(), p: () => this.saveButtons.savePng(),
+      "1": () => this.zoomToWeights(), n: () => this.moveToNextLargest(), c: () => this.compare(), p: () => this.saveButtons.savePng(), s: () => this.togglePanel(),
       Escape: () => this.app.pin(null),
     }[event.key];
     action?.();

@@ -51,10 +51,10 @@ class HeadPane {
     this.poll(tiles);
   }
 
-  // Write the name of the head, which says more if another run is compared.
+  // Write the name of the head. The header has the model and the text.
   writeTitle() {
-    const { place, other } = this, isCompared = Boolean(this.app.state.second);
-    this.title.replaceChildren(...(other ? ["difference: ", ...this.nameHead(place), " − "] : []), ...this.nameHead(other ?? place, isCompared));
+    const { place, other } = this;
+    this.title.replaceChildren(...(other ? ["difference: ", ...this.nameHead(place), " − "] : []), ...this.nameHead(other ?? place));
     this.canvas.setAttribute("aria-label", `attention weights of ${this.title.textContent}; shift and arrows read single weights`);
   }
 
@@ -64,11 +64,12 @@ class HeadPane {
     return this.app.textOf(run, batch) !== this.app.textOf(second?.run ?? run, batch);
   }
 
-  // The name of a head as elements: its numbers first, then its run if there are several or with its text, and last its module.
-  nameHead(place, hasText = this.comparesTexts) {
-    const { runs } = this.app.info, text = this.app.textOf(place.run, place.batch), { number, name, heads } = this.app.layer(place);
-    const source = runs.length > 1 || hasText ? ` · ${runs[place.run].title}${hasText && text ? `, “${short(text, 32)}”` : ""}` : "";
-    return [`layer ${number}, head ${heads[place.head]}${source}`, make("span", { class: "module" }, ` ${name}`)];
+  // The name of a head as elements: its numbers first, then its run if there are several, with its text if these differ, and last
+  // its module.
+  nameHead(place) {
+    const { runs } = this.app.info, text = this.comparesTexts && this.app.textOf(place.run, place.batch), { number, name, heads } = this.app.layer(place);
+    const source = runs.length > 1 ? ` · ${runs[place.run].title}` : "", quoted = text ? [", “", make("bdi", {}, short(text, 32)), "”"] : [];
+    return [`layer ${number}, head ${heads[place.head]}${source}`, ...quoted, make("span", { class: "module" }, ` ${name}`)];
   }
 
   close() {
@@ -124,7 +125,7 @@ class HeadPane {
     // Without scores, such as in an exported page of a part of a run, there is nothing to say.
     const { patterns } = await this.app.load(`scores/${run}/${layer}/${batch}`).catch(() => ({}));
     if (tiles !== this.tiles) return;
-    this.habit.textContent = patterns?.[head] ?? "";
+    this.habit.textContent = this.habit.title = patterns?.[head] ?? "";
     this.isDescribed = true;
     this.page.layOut(); // the words may need another line
   }
@@ -138,10 +139,10 @@ class HeadPane {
     this.page.layOut();
   }
 
-  // Set the space that the canvas may take, in pixels, and take what the matrix needs.
-  setSpace(width, height) {
+  // Set the space that the canvas may take, in pixels, and take what the matrix needs. isPhone: whether its rulers are narrow.
+  setSpace(width, height, isPhone) {
     const ratio = window.devicePixelRatio || 1;
-    this.geometry.setSpace(width, height);
+    this.geometry.setSpace(width, height, isPhone, this.page.hasBar(this));
     this.geometry.setView(this.app.state.view);
     const size = [Math.round(this.geometry.width), Math.round(this.geometry.height)];
     Object.assign(this.canvas.style, { width: `${size[0]}px`, height: `${size[1]}px` });
@@ -229,7 +230,7 @@ class HeadPane {
     context.fillRect(0, 0, geometry.width, geometry.height);
     const found = this.paintCells(context, theme, level, visible);
     drawRulers(context, geometry, this.tokens, this.cell, theme);
-    if (!this.other) drawStrips(context, geometry, this.marginals, this.page.largestMarginals, theme);
+    if (!this.other) drawStrips(context, geometry, this.marginals, this.page.largestMarginals, theme, this.page.hasBar(this));
     this.isMasked = visible.some(([x, y]) => hasMasked(this.tiles.get(level, x, y)));
     if (this.page.hasBar(this)) this.paintBar(context, theme, this.page.panes.some(({ isMasked }) => isMasked));
     this.minimap.draw(geometry, theme, (small, width, height) => this.paintSmall(small, width, height));
@@ -572,7 +573,7 @@ const LEAST_NORMAL = 2 ** -29, STEP = 2 ** -39; // of float16 divided by 2^15: b
 
 // Format a weight of a tile with at most `digits` significant digits, and only as many as its float16 has.
 function formatCell(weight, digits, isExact) {
-  if (isExact || weight >= LEAST_NORMAL) return format(weight, digits);
+  if (isExact || weight >= LEAST_NORMAL) return format(weight, digits, isExact ? 4 : 3);
   const known = Math.floor(Math.log10(weight / STEP));
   return known < 1 ? "< 2e-11" : format(weight, Math.min(digits, known));
 }

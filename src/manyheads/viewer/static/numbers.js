@@ -89,6 +89,13 @@ function roundUp(x) {
   return ten * [1, 2, 5, 10].find((n) => n * ten >= x * (1 - 1e-6));
 }
 
+// Format a weight or a score with two decimals. A number below 1 that would be rounded to 1.00 has more, up to four: "0.999".
+// `highlights.format_score` does the same.
+function twoDecimals(value) {
+  const texts = [2, 3, 4].map((decimals) => value.toFixed(decimals));
+  return texts.find((text) => Math.abs(Number(text)) !== 1) ?? texts[0];
+}
+
 // Format a number that may be negative, with a minus sign.
 const number = (x, digits = 3) => (x === null ? "not finite" : x < 0 ? `−${format(-x, digits)}` : format(x, digits));
 
@@ -98,8 +105,10 @@ const plural = (n, word) => `${count(n)} ${word}${n === 1 ? "" : "s"}`;
 // The size of a matrix, such as "20,000 queries × 3 keys".
 const matrixSize = ([, , t, s]) => `${count(t)} ${t === 1 ? "query" : "queries"} × ${plural(s, "key")}`;
 
-// Format a weight with at most this many significant digits, without zeros at its end: "0.5", "1.2e-7".
-function format(weight, digits = 3) {
+// Format a weight with at most this many significant digits, without zeros at its end: "0.5", "1.2e-7". A number below 1 that would
+// be rounded to 1 has more, up to `most`.
+function format(weight, digits = 3, most = 4) {
   const rounded = Number(weight.toPrecision(digits));
+  if (rounded === 1 && weight < 1 && digits < most) return format(weight, digits + 1, most);
   return rounded && Math.abs(rounded) < 0.001 ? rounded.toExponential() : String(rounded);
 }

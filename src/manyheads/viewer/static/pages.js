@@ -16,7 +16,7 @@ const PAGES = {
     open: (...parts) => new HeadPage(...parts),
     keys: [
       ["arrows", "move"], ["shift + arrows", "move the crosshair by one weight"], ["+  −", "zoom"], ["0", "fit the matrix"],
-      ["1", "single weights"], ["n", "next largest weight in this head"], ["c", "compare with another head"], ["p", "save as PNG"], ["esc", "unpin the crosshair"],
+      ["1", "single weights"], ["n", "next largest weight in this head"], ["c", "compare with another head"], ["s", "show or hide the side panel beside compared heads"], ["p", "save as PNG"], ["esc", "unpin the crosshair"],
     ],
   },
   text: {

@@ -6,6 +6,7 @@ class Preview {
   constructor(app, scores, thumbnails) {
     Object.assign(this, { app, scores, thumbnails, place: null });
     this.name = make("h2", {});
+    this.axes = make("span", { class: "muted axes" }, "queries ↓  keys →");
     this.layer = make("p", { class: "muted layer-name" });
     this.habit = make("p", { class: "habit" });
     this.canvas = make("canvas", { class: "thumbnail large", width: PREVIEW, height: PREVIEW, "aria-hidden": "true" });
@@ -16,7 +17,7 @@ class Preview {
     this.facts = make("p", { class: "muted facts" });
     this.opener = make("button", { type: "button", class: "primary", onclick: () => this.open(this.place) }, "open head");
     this.element = make("aside", { class: "preview", "aria-label": "preview" },
-      this.name, this.layer, this.canvas, this.habit,
+      make("div", { class: "preview-head" }, this.name, this.axes), this.layer, this.canvas, this.habit,
       make("div", { class: "scale" }, this.bar,
         make("div", { class: "scale-notes" }, this.scaleName, make("span", { class: "masked-key" }, make("i"), "masked")),
         this.scoreScale),
@@ -29,7 +30,7 @@ class Preview {
     Object.assign(this, { place, scale });
     this.name.textContent = app.short(place);
     this.layer.textContent = app.info.runs.length > 1 ? `${app.info.runs[place.run].title} · ${layer.name}` : layer.name;
-    this.opener.hidden = this.canvas.hidden = !layer.has_weights;
+    this.opener.hidden = this.canvas.hidden = this.axes.hidden = !layer.has_weights;
     this.drawScale();
     this.listScores();
     if (!isSame) this.thumbnail = null;

@@ -85,15 +85,15 @@ class HeadScores {
 // The name of a score, as words.
 const scoreName = (name) => name.replaceAll("_", " ");
 
-// A score with two decimals, or fewer if it is large.
+// A score with two decimals, fewer if it is large, or more if it is almost 1.
 function formatScore(value) {
   if (value === null || value === undefined) return "–";
-  return value >= 100 ? count(Math.round(value)) : value.toFixed(value >= 10 ? 1 : 2);
+  return value >= 100 ? count(Math.round(value)) : value >= 10 ? value.toFixed(1) : twoDecimals(value);
 }
 
-// A score in three or four characters: ".97", "1.0", "28", "3k".
+// A score in three or four characters: ".97", ".999", "1.0", "28", "3k".
 function shortScore(value) {
   if (value === null || value === undefined) return "–";
   if (value >= 1000) return `${Math.round(value / 1000)}k`;
-  return value >= 10 ? String(Math.round(value)) : value >= 0.995 ? value.toFixed(1) : value.toFixed(2).slice(1);
+  return value >= 10 ? String(Math.round(value)) : value >= 0.9995 ? value.toFixed(1) : twoDecimals(value).slice(1);
 }

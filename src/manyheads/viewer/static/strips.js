@@ -1,7 +1,8 @@
 // The strips at the edges of a matrix: the weight that each key receives, at the top, and each query's entropy, at the left.
 
-// marginals: the numbers of all keys and queries, null until they are known. largest: the numbers at the ends of the scales.
-function drawStrips(context, geometry, marginals, largest, theme) {
+// marginals: the numbers of all keys and queries, null until they are known. largest: the numbers at the ends of the scales, which
+// compared heads share. hasScale: whether to write the one of the keys, beside the colour bar.
+function drawStrips(context, geometry, marginals, largest, theme, hasScale) {
   const { left, above, right } = geometry;
   context.save();
   context.font = "11px system-ui, sans-serif";
@@ -25,9 +26,11 @@ function drawStrips(context, geometry, marginals, largest, theme) {
     context.fillRect(left - 2 - wide, from, wide, Math.max(0, to - from));
   }
   context.fillStyle = theme.muted;
-  context.textAlign = "left";
-  context.fillText("received,", right + 5, above - STRIP + 8, BAR - 6);
-  context.fillText(`up to ${format(largest.received)}`, right + 5, above - STRIP + 22, BAR - 6);
+  if (hasScale) {
+    context.textAlign = "left";
+    context.fillText("received,", right + 5, above - STRIP + 8, BAR - 6);
+    context.fillText(`up to ${format(largest.received)}`, right + 5, above - STRIP + 22, BAR - 6);
+  }
   context.textAlign = "right";
   context.fillText(`entropy, up to ${format(largest.entropy)} nats`, left - 4, above - 13, left - 8);
   context.restore();

@@ -18,6 +18,8 @@ class TextPage {
     this.element = make("div", { class: "text" }, this.pages, make("div", { class: "columns" }, this.sheet, this.aside));
     tools.append(this.chips.element, make("span", { class: "legend muted" }, make("i", { class: "attended" }), "it attends to", make("i", { class: "attending" }), "attends to it"));
     root.append(this.element);
+    this.resizing = new ResizeObserver(() => this.reconnect());
+    this.resizing.observe(this.words);
   }
 
   async open() {
@@ -65,6 +67,7 @@ class TextPage {
 
   remove() {
     this.opening = null;
+    this.resizing.disconnect();
     this.cancel(), this.element.remove();
   }
 
@@ -219,9 +222,15 @@ class TextPage {
     this.aside.dataset.token = token;
   }
 
+  // Draw the lines again, because the words have moved, such as beside an open drawer.
+  reconnect() {
+    if (this.connected) this.connect(this.connected.token, this.connected.row);
+  }
+
   // Draw lines from a token to the keys with its largest weights.
   connect(token, row) {
     const from = this.spans[token - this.first];
+    this.connected = { token, row };
     this.lines.replaceChildren();
     if (!from || !row) return;
     const sheet = this.sheet.getBoundingClientRect();

@@ -109,8 +109,8 @@ class Tokens {
 
   // A token in quotation marks, with its word if it is a piece of one.
   quoted(n) {
-    const word = this.whole(n), name = isolated(`“${this.keys[n] ?? ""}”`);
-    return word === null ? name : `${name} of ${isolated(`“${word}”`)}`;
+    const word = this.whole(n), name = `“${isolated(this.keys[n] ?? "")}”`; // quotation marks are those of the sentence around them
+    return word === null ? name : `${name} of “${isolated(word)}”`;
   }
 
   // The name of a token and its position, as the children of an element.
