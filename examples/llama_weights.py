@@ -24,5 +24,5 @@ assert torch.equal(plain, observed)  # observing does not change the output
 
 print(recording)
 amap = recording["model.layers.2.self_attn"]
-print("head 5, last query, last five keys:", amap[0, 5, -1, -5:].tolist())
-print("entropy of each head, in nats:", amap.entropy().mean(-1)[0].tolist())  # [h]
+print("head 5, last query, last five keys:", amap[0, 5, -1, -5:])
+print("entropy of each head, in nats:", amap.entropy().mean(-1)[0])  # [h]

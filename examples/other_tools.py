@@ -1,4 +1,7 @@
-"""Pass weights to BertViz, CircuitsVis and pandas, and make a map of q and k that another tool recorded."""
+"""Pass weights to BertViz, CircuitsVis and pandas, and make a map of q and k that another tool recorded.
+
+It needs pandas, but not the other tools.
+"""
 
 import torch
 from transformers import GPT2Config, GPT2Model

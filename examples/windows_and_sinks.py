@@ -16,11 +16,11 @@ assert amap[0, 0, 500, :373].sum() == 0
 # StreamingLLM (Xiao et al. 2024, arXiv:2309.17453): the first four keys stay visible.
 streaming = Causal() & (window | Prefix(4))
 _, amap = attention_with_map(q, k, v, mask=streaming)
-print("weight on the first four keys:", amap[0, 0, -1, :4].sum().item())
+print("weight on the first four keys:", f"{amap[0, 0, -1, :4].sum():.3f}")
 
 # gpt-oss: a learned logit per head is added to the denominator of the softmax.
 sink = torch.full((4,), 3.0)  # [h]
 _, amap = attention_with_map(q, k, v, mask=window, sink=sink)
 share = amap.sink_weight()  # [b, h, t]
-print("share of the sink, mean:", share.mean().item())
+print("share of the sink, mean:", f"{share.mean():.3f}")
 assert torch.allclose(amap[0, 0, -1].sum(), 1 - share[0, 0, -1], atol=1e-5)

@@ -44,14 +44,17 @@ def attention(
         q: The queries `[b, h, t, d]`.
         k: The keys `[b, g, s, d]`. g divides h, and query head i uses key head i // (h/g).
         v: The values `[b, g, s, w]`.
-        mask: The mask (True = may attend): `Causal()`, `Keep(t)`, …
-        bias: The bias that is added to the scores: `ALiBi`, `Relative` or `Dense`.
+        mask: The mask (True = may attend): `Causal()`, `Keep(t)`, … PyTorch's boolean `attn_mask` is
+            `Keep(t)`.
+        bias: The bias that is added to the scores: `ALiBi`, `Relative` or `Dense`. PyTorch's `attn_mask` of
+            numbers is `Dense(t)`.
         scale: The factor by which q·k is multiplied, 1/√d if None.
         softcap: If given, scores become softcap · tanh(score / softcap).
         sink: A logit per head, `[h]`: its exponential is added only to the softmax's denominator.
         dropout_p: The probability with which a weight is dropped. The others are scaled by 1/(1 − p).
         offset: The position of row 0, an int or a tensor `[b]`, between −2^58 and 2^58; s − t if None, so
-            that the last query has the position of the last key. PyTorch's `is_causal` is `offset=0`.
+            that the last query has the position of the last key. PyTorch's `is_causal` is `mask=Causal()`
+            and `offset=0`.
         kernel: "auto", or the name of a kernel, which raises an error if it doesn't support the problem.
             `explain` prints the reasons. Second derivatives need "reference".
 

@@ -90,6 +90,15 @@ def test_every_page_is_in_the_index() -> None:
     assert {page.stem for page in PAGES} - {"index"} <= {*listed}
 
 
+@pytest.mark.parametrize("folder", ["guides", "explanation", "tutorials"])
+def test_every_page_is_linked_where_the_index_is_read_as_markdown(folder: str) -> None:
+    index = (ROOT / "docs" / folder / "index.md").read_text(encoding="utf-8")
+    text, _, pages = index.partition("```{toctree}")
+    named = [page for page in pages.partition("```")[0].split() if not page.startswith((":", "../reference"))]
+    assert named
+    assert {*named} <= {link.rpartition(".")[0] for link in re.findall(r"\]\((\S+)\)", text)}
+
+
 # -- errors ----------------------------------------------------------------------------------------
 
 
