@@ -1,4 +1,4 @@
-"""The library on a GPU: every kernel on the table, maps, layers, observed models, training. Skipped without one."""
+"""The library on a GPU: kernels, maps, layers, observed models, training. Skipped without one."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def test_maps_of_long_texts_need_little_memory() -> None:
     tile = amap[0, 3, 30000:30016, 29000:30016]
     assert torch.cuda.max_memory_allocated() - before < 1024 * MIB
     scores = q[0, 3, 30000:30016].double() @ k[0, 3].double().mT / 8
-    scores[torch.arange(30000, 30016, device=DEVICE)[:, None] < torch.arange(32768, device=DEVICE)] = -math.inf
+    rows, columns = torch.arange(30000, 30016, device=DEVICE), torch.arange(32768, device=DEVICE)
+    scores[rows[:, None] < columns] = -math.inf
     expected = scores.softmax(-1)
     torch.testing.assert_close(tile.double(), expected[:, 29000:30016], rtol=1e-4, atol=1e-7)
     entropy = torch.special.entr(expected).sum(-1)
@@ -163,6 +164,7 @@ def test_one_process_joins_through_nccl() -> None:
         out = distributed.attention(q, k, v, mesh=mesh, mask=mh.Causal())
         torch.testing.assert_close(out, mh.attention(q, k, v, mask=mh.Causal()), rtol=1e-4, atol=1e-5)
         out.sum().backward()
-        assert q.grad is not None and q.grad.isfinite().all()
+        assert q.grad is not None
+        assert q.grad.isfinite().all()
     finally:
         dist.destroy_process_group()
