@@ -18,6 +18,8 @@ import hypothesis
 import pytest
 from filelock import FileLock
 
+# Threads that wait for others must not occupy the cores, which all processes share. Torch reads it on import.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # With workers that compile, a process can wait five minutes for them when it ends (pytorch/pytorch#162199).
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
