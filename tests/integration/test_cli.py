@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import manyheads
+from tests.paths import python_path
 from tests.waiting import HANG
 
 TEXT = "the train left the station on time"
@@ -81,7 +82,9 @@ def test_an_import_that_drops_keyboard_interrupt_doesnt_keep_the_command_running
         "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    sum(range(10**7))\n"
         "except KeyboardInterrupt:\n    pass\n"
     )
-    done = python(READY + "command.main()", "kernels", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    done = python(
+        READY + "command.main()", "kernels", env={**os.environ, "PYTHONPATH": python_path(tmp_path)}
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "ready\n")
 
 
