@@ -18,6 +18,8 @@ import hypothesis
 import pytest
 from filelock import FileLock
 
+# Threads that wait for others must not occupy the cores, which all processes share. Torch reads it on import.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # With workers that compile, a process can wait five minutes for them when it ends (pytorch/pytorch#162199).
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
@@ -73,6 +75,8 @@ def cover(settings: dict[Any, set[Any]]) -> Iterator[Any]:
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Mark as `full` or `exhaustive` what the everyday tier leaves out of a test marked `sampled` or `every`.
 
+    Tests that need what `build_once` builds come first: later, the other process might wait for a build.
+
     Of a test marked `every(n)`, each n-th set of parameters runs every day, the first included, and the
     others are `full`; of one marked `every(n, "full")`, each n-th is `full`, and the others `exhaustive`.
 
@@ -103,6 +107,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
         paired = set(cover(pairs))
         for item, found in pairs.items():
             item.add_marker("full" if item in paired or not found else "exhaustive")
+    items.sort(key=lambda item: "build_once" not in item.fixturenames)
 
 
 def pytest_collection_finish() -> None:

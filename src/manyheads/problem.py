@@ -120,6 +120,10 @@ class Problem:
             self.shape,
         )  # fmt: skip
 
+    def masks(self) -> list[Mask]:
+        """Return the mask and all masks that it is composed of; none without a mask."""
+        return [] if self.mask is None else self.mask.walk()
+
     def forward_mode(self) -> bool:
         """Return True if a tensor has a forward-mode derivative (torch.func.jvp)."""
         if torch.compiler.is_compiling() or forward_ad._current_level < 0:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import manyheads
+from tests.paths import python_path
 from tests.waiting import HANG
 
 TEXT = "the train left the station on time"
@@ -55,16 +56,18 @@ def interrupted(words: Sequence[str], delay: float, folder: Path) -> tuple[int, 
     return process.returncode, out, err
 
 
-@pytest.mark.full
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
+@pytest.mark.parametrize(
+    "parts", [pytest.param(8, marks=pytest.mark.full), pytest.param(40, marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("words", [["generate", TEXT, "--tokens", "40"], ["show", TEXT]], ids=" ".join)
-def test_an_interrupted_command_ends_quietly(words: list[str], tmp_path: Path) -> None:
+def test_an_interrupted_command_ends_quietly(words: list[str], parts: int, tmp_path: Path) -> None:
     begin = time.monotonic()
     whole = run(*words, cwd=tmp_path)
     took = time.monotonic() - begin
     assert (whole.returncode, whole.stderr) == (0, "")
-    for n in range(40):  # a random moment within each of so many parts
-        delay = took * (n + random.random()) / 40
+    for n in range(parts):  # a random moment within each
+        delay = took * (n + random.random()) / parts
         code, out, err = interrupted(words, delay, tmp_path)
         assert err == "", delay
         if code != 130:
@@ -79,7 +82,9 @@ def test_an_import_that_drops_keyboard_interrupt_doesnt_keep_the_command_running
         "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    sum(range(10**7))\n"
         "except KeyboardInterrupt:\n    pass\n"
     )
-    done = python(READY + "command.main()", "kernels", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    done = python(
+        READY + "command.main()", "kernels", env={**os.environ, "PYTHONPATH": python_path(tmp_path)}
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "ready\n")
 
 

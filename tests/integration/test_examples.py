@@ -33,6 +33,7 @@ from manyheads.lm.checkpoint import SHIPPED
 from manyheads.observe.recording import Recording
 from manyheads.text import report
 from tests.chromium import CHROMIUM, MISSING
+from tests.paths import python_path
 from tests.waiting import HANG
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +78,7 @@ def needs(text: str) -> None:
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": python_path(folder), "OMP_NUM_THREADS": "1"}
     options = {"capture_output": True, "text": True, "timeout": HANG, "check": False}
     return subprocess.run(command, cwd=folder, env=env, **options)
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention
 
 import manyheads
 from manyheads.observe import Recording, observe, transformers
@@ -548,8 +549,10 @@ def test_the_steps_of_a_generation_are_one_map(
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's own, while it compiles, and where it doesn't
 @pytest.mark.full
-def test_flex_attention() -> None:
+def test_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """The masks of FlexAttention have a function in place of entries."""
+    # PyTorch's unfused steps as they are: traced, each call would take seconds.
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     model = build("llama", "flex_attention")
     for padding, expected in (
         ("left", "Causal() & Lengths([12, 8], left=True)"),

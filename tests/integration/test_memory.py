@@ -11,12 +11,12 @@ CHILD = """
 import resource, sys, torch
 import manyheads as mh
 
-length, backward, kernel = int(sys.argv[1]), sys.argv[2] == "backward", sys.argv[3]
+length, backward, kernel, heads = int(sys.argv[1]), sys.argv[2] == "backward", sys.argv[3], int(sys.argv[4])
 torch.set_num_threads(1)
 
 def run(n):
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 8, n, 64, requires_grad=backward) for _ in range(3))
+    q, k, v = (torch.randn(1, heads, n, 64, requires_grad=backward) for _ in range(3))
     out = mh.attention(q, k, v, mask=mh.Causal(), kernel=kernel)
     if backward:
         out.backward(out.detach())
@@ -37,9 +37,9 @@ print((peak() - before - held + small) / 1e6)
 """
 
 
-def beyond(length: int, what: str, kernel: str = "chunked") -> float:
+def beyond(length: int, what: str, kernel: str = "chunked", heads: int = 8) -> float:
     """Return the MB of peak resident memory beyond inputs, outputs and gradients."""
-    command = [sys.executable, "-c", CHILD, str(length), what, kernel]
+    command = [sys.executable, "-c", CHILD, str(length), what, kernel, str(heads)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout)
 
@@ -52,11 +52,13 @@ def test_8k_tokens(what: str, limit: float) -> None:
     assert beyond(8192, what) < limit
 
 
-@pytest.mark.full
+@pytest.mark.parametrize(
+    "heads", [pytest.param(1, marks=pytest.mark.full), pytest.param(8, marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize(("what", "limit"), [("forward", 100), ("backward", 200)])
-def test_32k_tokens(what: str, limit: float) -> None:
-    """Where building the weights would take 34 GB."""
-    assert beyond(32768, what) < limit
+def test_32k_tokens(what: str, limit: float, heads: int) -> None:
+    """Where building the weights would take 4.3 GB for each head."""
+    assert beyond(32768, what, heads=heads) < limit
 
 
 @pytest.mark.full

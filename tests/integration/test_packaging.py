@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import python_path
 from tests.waiting import HANG
 
 pytestmark = pytest.mark.full
@@ -82,7 +83,7 @@ def test_an_installed_wheel_has_the_lessons_and_says_why_the_native_kernel_is_mi
     folder.mkdir()
     run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", installed, built[1])
     words = [sys.executable, "-m", "manyheads"]
-    options = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": str(installed)}, "timeout": HANG}
+    options = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": python_path(installed)}, "timeout": HANG}
     for command, printed in (
         (["lessons", "--no-start"], "manyheads-lessons: 24 files copied"),
         (

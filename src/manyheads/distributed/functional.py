@@ -24,7 +24,7 @@ from manyheads.distributed.positions import (
     cut_into_parts,
 )
 from manyheads.distributed.ring import Ring, RingAttention
-from manyheads.distributed.rules import guard, leaves
+from manyheads.distributed.rules import guard
 from manyheads.functional import autocast
 from manyheads.kernels import partial
 from manyheads.masks import AtPositions, Mask, Only
@@ -280,7 +280,7 @@ def _check(tensors: list[Tensor], whole: Problem, method: str, kernel: str, rank
             f"Expected as many queries as keys on a rank, got q {sizes(q)} and k {sizes(k)}. Distributed "
             "attention is self-attention."
         )
-    for part in leaves(whole.mask):
+    for part in whole.masks():
         if isinstance(part, AtPositions | Only):
             raise ValueError(
                 f"Expected a mask of the whole sequence, got {part}, which was placed by a cache or selects "

@@ -30,11 +30,6 @@ class Guard:
             return (i == j) & False
 
 
-def leaves(mask: Mask | None) -> list[Mask]:
-    """Return a mask and all masks that it is composed of."""
-    return [] if mask is None else [mask, *(leaf for part in mask.parts() for leaf in leaves(part))]
-
-
 def guard(problem: Problem) -> Problem:
     """Return a problem whose rules store their errors for `raise_errors`."""
     return problem if problem.mask is None else replace(problem, mask=_guard(problem.mask))
@@ -57,7 +52,7 @@ def raise_errors(problem: Problem, group: Any) -> None:
     Raises:
         ValueError: If a rule raised an error on another rank. The rank itself raises that error.
     """
-    rules = [leaf.fn for leaf in leaves(problem.mask) if isinstance(leaf, Rule)]
+    rules = [mask.fn for mask in problem.masks() if isinstance(mask, Rule)]
     guards = [function for function in rules if isinstance(function, Guard)]
 
     def check() -> dict[str, Any]:

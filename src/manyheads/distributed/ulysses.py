@@ -16,7 +16,6 @@ from torch import Tensor
 from manyheads import kernels
 from manyheads.biases import ALiBi, Bias, Dense, Relative
 from manyheads.distributed.communication import agree, all_reduce, count, explained
-from manyheads.distributed.rules import leaves
 from manyheads.masks import And, Band, Ids, Keys, Lengths, Mask, Not, Or, Prefix, Rule
 from manyheads.problem import Problem
 
@@ -117,7 +116,7 @@ def attend(
         results.append(kernels.run(problem, kernel))
         return {}
 
-    if any(isinstance(leaf, Rule) for leaf in leaves(mask)):  # a function that may raise on one rank alone
+    if any(isinstance(part, Rule) for part in problem.masks()):  # a function that may raise on one rank alone
         agree(group, run, ())
     else:
         run()

@@ -18,7 +18,7 @@ from torch import Tensor
 from manyheads import scores
 from manyheads.kernels import operator, reference
 from manyheads.kernels.fused import FusedStatistics, Spec
-from manyheads.masks import Mask, Rule
+from manyheads.masks import Rule
 from manyheads.problem import ALL, Problem, Rows
 from manyheads.scores import fold, unfold
 from manyheads.shapes import transforms
@@ -32,7 +32,7 @@ BLOCK = 1 << 19  # scores in a block, over all heads: 2 MiB in float32, which fi
 
 def why_unsupported(problem: Problem) -> list[str]:
     """Return why the operator doesn't support a problem: forward mode, torch.func, tracing of functions."""
-    if torch.compiler.is_exporting() and problem.mask is not None and _has_function(problem.mask):
+    if torch.compiler.is_exporting() and any(isinstance(mask, Rule) for mask in problem.masks()):
         # The operator's text has a number for the function, which another process doesn't know.
         return ["it would export the function of Rule as a number, not as operators"]
     if torch.compiler.is_compiling():
@@ -44,11 +44,6 @@ def why_unsupported(problem: Problem) -> list[str]:
     if transforms():
         return ["it doesn't support torch.func's transforms (grad, vmap, …)"]
     return []
-
-
-def _has_function(mask: Mask) -> bool:
-    """Return True if the mask is a Rule or composed of one."""
-    return isinstance(mask, Rule) or any(_has_function(part) for part in mask.parts())
 
 
 def run(problem: Problem) -> tuple[Tensor, Tensor]:

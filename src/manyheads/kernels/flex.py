@@ -65,12 +65,12 @@ def why_unsupported(problem: Problem) -> list[str]:
     for value in (problem.mask, problem.bias, problem.offset):
         if _is_far(value):
             reasons.append(f"its positions are 32-bit integers, and {value} needs more")
-    leaves = _leaves(problem.mask)
-    for count in (len(_runs(leaf)) for leaf in leaves if isinstance(leaf, Keys)):
+    masks = problem.masks()
+    for count in (len(_runs(mask)) for mask in masks if isinstance(mask, Keys)):
         if count > MAX_RUNS:
             reasons.append(f"it compares with each run of keys, and Keys has {count} (at most {MAX_RUNS})")
     if not reasons and not torch.compiler.is_compiling():  # last, because it calls the caller's code
-        for rule in (leaf for leaf in leaves if isinstance(leaf, Rule)):
+        for rule in (mask for mask in masks if isinstance(mask, Rule)):
             reasons += _why_rule_unsupported(rule, device)
     return reasons
 
@@ -220,11 +220,11 @@ def _reads_tiles(problem: Problem) -> bool:
 
     PyTorch loads three tiles in advance, which for a float32 bias and head size 64 don't fit on an H100.
     """
-    leaves, bias = _leaves(problem.mask), problem.bias
-    tables = [leaf.tensor for leaf in leaves if isinstance(leaf, Keep)]
+    masks, bias = problem.masks(), problem.bias
+    tables = [mask.tensor for mask in masks if isinstance(mask, Keep)]
     if isinstance(bias, Dense):
         tables.append(bias.values)
-    has_rule = any(isinstance(leaf, Rule) for leaf in leaves)  # a function may read any tensor
+    has_rule = any(isinstance(mask, Rule) for mask in masks)  # a function may read any tensor
     return has_rule or isinstance(bias, Relative) or any(min(table.shape[-2:]) > 1 for table in tables)
 
 
@@ -258,12 +258,6 @@ def _is_far(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() >= 2 * FAR
     return isinstance(value, int) and not -FAR < value < FAR
-
-
-def _leaves(mask: Mask | None) -> list[Mask]:
-    if mask is None:
-        return []
-    return [leaf for part in mask.parts() for leaf in _leaves(part)] or [mask]
 
 
 _REASONS: WeakKeyDictionary[Rule, list[str]] = WeakKeyDictionary()  # why a rule isn't supported

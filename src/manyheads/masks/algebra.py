@@ -82,6 +82,13 @@ class Mask(Value):
         """Return the masks that this mask is composed of."""
         return ()
 
+    def walk(self) -> list[Mask]:
+        """Return this mask, its parts, their parts, and so on."""
+        found = [self]
+        for part in self.parts():
+            found += part.walk()
+        return found
+
     def check(self, shape: Shape) -> None:
         """Raise ValueError unless the sizes of the mask's tensors fit a problem of this shape."""
         for part in self.parts():

@@ -19,8 +19,9 @@ from tests.integration.viewer.pages import collect_errors, mark_errors
 from tests.waiting import HANG
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
+    """A browser for all tests of this folder; after them, Playwright's event loop must not run on."""
     with sync_playwright() as playwright:
         yield playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
 

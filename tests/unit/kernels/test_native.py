@@ -31,6 +31,7 @@ from manyheads.kernels.fused import Spec
 from manyheads.kernels.native import library, passes, rules
 from manyheads.problem import Problem
 from tests.cases import CASES, Case, gradients, make, oracle, over
+from tests.paths import python_path
 from tests.waiting import HANG
 
 ROOT = Path(__file__).parents[3]
@@ -48,7 +49,7 @@ def right(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:
 def python(code: str, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "PYTHONPATH": python_path(ROOT), **environment},
         capture_output=True,
         text=True,
         timeout=HANG,
@@ -385,7 +386,7 @@ def test_a_width_that_does_not_compile_is_left_out(
     why = f"the C++ compiler {quick} failed with exit code 1 (quick: error: unrecognized option"
     printed = python(
         "from manyheads.kernels import native; print(native.__file__, native.built())",
-        PYTHONPATH=str(installed[0]),
+        PYTHONPATH=python_path(installed[0]),
     )
     # amx needs the flag of avx512bf16 too.
     runs = [name for name in library.supported if name not in ("avx512bf16", "amx")]

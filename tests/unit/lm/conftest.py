@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from manyheads import cli, lm
+from manyheads.lm import data
 
 # The package re-exports a function of the module's own name.
 training = sys.modules["manyheads.lm.train"]
@@ -24,6 +25,12 @@ def _without_tensorboard() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "find_spec", lambda name: None)
         yield
+
+
+@pytest.fixture(scope="session")
+def python_documents() -> list[data.Document]:
+    """The text that comes with Python, which takes seconds to read."""
+    return data.python_documents()
 
 
 @pytest.fixture(scope="module")

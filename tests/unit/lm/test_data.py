@@ -19,29 +19,24 @@ from manyheads.lm import data
 DOCUMENTS = [data.Document(f"d{i}", f"document number {i} says hello {i}") for i in range(200)]
 
 
-@pytest.fixture(scope="module")
-def python() -> list[data.Document]:
-    return data.python_documents()
-
-
 @pytest.mark.full
-def test_python_text_is_deterministic_and_deduplicated(python: list[data.Document]) -> None:
-    assert data.digest(python) == data.digest(data.python_documents())
-    assert len({document.text for document in python}) == len(python)
-    assert len({document.name for document in python}) == len(python)
-    names = [document.name for document in python]
+def test_python_text_is_deterministic_and_deduplicated(python_documents: list[data.Document]) -> None:
+    assert data.digest(python_documents) == data.digest(data.python_documents())
+    assert len({document.text for document in python_documents}) == len(python_documents)
+    assert len({document.name for document in python_documents}) == len(python_documents)
+    names = [document.name for document in python_documents]
     assert "topic:lambda" in names
     assert "module:json.decoder" in names
     assert not [name for name in names if name.startswith("module:test.") or ".tests." in name]
-    assert recipe.byte_count(python) > 1_000_000
+    assert recipe.byte_count(python_documents) > 1_000_000
 
 
 @pytest.mark.full
-def test_split_has_no_document_on_both_sides(python: list[data.Document]) -> None:
-    training, held_out = recipe.split(python)
+def test_split_has_no_document_on_both_sides(python_documents: list[data.Document]) -> None:
+    training, held_out = recipe.split(python_documents)
     assert not {d.text for d in training} & {d.text for d in held_out}
-    assert sorted(training + held_out) == sorted(python)
-    assert 0.03 < recipe.byte_count(held_out) / recipe.byte_count(python) < 0.2
+    assert sorted(training + held_out) == sorted(python_documents)
+    assert 0.03 < recipe.byte_count(held_out) / recipe.byte_count(python_documents) < 0.2
 
 
 def test_the_split_depends_on_each_name_alone() -> None:

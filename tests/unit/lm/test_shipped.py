@@ -26,9 +26,9 @@ def shipped() -> lm.LanguageModel:
 
 
 @pytest.fixture(scope="module")
-def held_out() -> list[data.Document]:
+def held_out(python_documents: list[data.Document]) -> list[data.Document]:
     """The held-out text: names decide the split, so it is the same for every version of Python."""
-    return recipe.split(data.python_documents())[1]
+    return recipe.split(python_documents)[1]
 
 
 @pytest.fixture(scope="module")

@@ -254,6 +254,7 @@ def child_environment(token: str) -> dict[str, str]:
     paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     home = str(Path(__file__).parents[3])  # for a manyheads that isn't installed
     return {
+        "OMP_NUM_THREADS": "1",  # as in `check`: the tensors are small, and more threads only wait
         **os.environ,
         "PYTHONPATH": os.pathsep.join([*paths, *([] if home.endswith("-packages") else [home])]),
         "CUDA_VISIBLE_DEVICES": "",
