@@ -587,6 +587,13 @@ class AttentionMap(BaseMap):
         tile = scores.weights(score, lse)  # [b, h, r, c]
         return tile[tuple(0 if isinstance(n, int) else slice(None) for n in indices)]
 
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        """Raise TypeError; without this method, NumPy would make an array of one object."""
+        raise TypeError(
+            f"Expected an array, got a map of {list(self.shape)} weights, which aren't stored. Use a part, "
+            "such as amap[0, 0], or amap.dense() for all weights."
+        )
+
     def dense(self, max_bytes: float = 2**31) -> Tensor:
         """Return all weights.
 

@@ -154,6 +154,14 @@ def test_an_invalid_index_raises(index: Any, words: list[str]) -> None:
         amap[index]
 
 
+def test_numpy_is_told_how_to_get_weights() -> None:
+    _, amap = mh.attention_with_map(*(torch.randn(1, 2, 3, 4) for _ in range(3)))
+    for convert in (np.asarray, np.array, lambda x: np.asarray(x, dtype=np.float32)):
+        with pytest.raises(TypeError, match=r"map of \[1, 2, 3, 3\] weights, .* amap\[0, 0\]"):
+            convert(amap)
+    assert np.asarray(amap[0, 0]).shape == (3, 3)
+
+
 def test_dense_refuses_what_is_too_large() -> None:
     q, k = torch.zeros(1, 1, 1, 4).expand(8, 8, 5000, 4), torch.zeros(1, 1, 1, 4).expand(8, 8, 7000, 4)
     amap = mh.AttentionMap.of(Problem.of(q, k, k), torch.zeros(8, 8, 5000))
