@@ -30,6 +30,7 @@ from manyheads.checker.parts import (
     Norm,
     NoWindow,
     Part,
+    RelativeKeys,
     Residual,
     RotaryPositions,
     Scale,
@@ -200,8 +201,13 @@ def cap_elsewhere(part: Softcap) -> list[Replacement]:
 
 
 def cap_without_product(part: Softcap) -> list[Replacement]:
-    """Return a cap that doesn't multiply, doesn't divide, or neither."""
-    functions = (lambda x: (x / part.cap).tanh(), lambda x: part.cap * x.tanh(), lambda x: x.tanh())
+    """Return a cap that doesn't multiply, doesn't divide, or neither, or that multiplies by the score."""
+    functions = (
+        lambda x: (x / part.cap).tanh(),
+        lambda x: part.cap * x.tanh(),
+        lambda x: x.tanh(),
+        lambda x: x * (x / part.cap).tanh(),
+    )
     return wrong(*(transform(cap_scores=lambda o, x, f=f: f(x)) for f in functions))
 
 
@@ -237,11 +243,6 @@ def bias_without_heads(part: Bias) -> list[Replacement]:
 def reshaped_bias(part: Bias) -> list[Replacement]:
     """Return the bias [t, s, h], reshaped rather than permuted to [h, t, s]."""
     return changed_bias(part, lambda o, bias: bias.movedim(0, -1).reshape(bias.shape))
-
-
-def scaled_bias(part: Bias) -> list[Replacement]:
-    """Return the bias multiplied by the scale of the scores."""
-    return changed_bias(part, lambda o, bias: bias * o.scale())
 
 
 # -- norms, gates, residuals -----------------------------------------------------------------------
@@ -336,8 +337,11 @@ BUGS: list[PartBug] = [
     PartBug("bias-transposed", "whose relative bias has queries and keys exchanged", RELATIVE, TableBias, transposed_bias),
     PartBug("bias-heads-mixed", "whose relative bias is that of another head", RELATIVE, TableBias, bias_without_heads),
     PartBug("bias-reshaped", "whose relative bias is reshaped from [t, s, h] to [h, t, s] rather than permuted", "permute the axes of the table's [t, s, h] so that it is added to scores [b, h, t, s]: bias.view(t, s, h).permute(2, 0, 1)", TableBias, reshaped_bias),
-    PartBug("bias-scaled", "that scales its relative bias along with the scores", RELATIVE, TableBias, scaled_bias),
+    PartBug("bias-scaled", "that scales its relative bias along with the scores", RELATIVE, TableBias, changed(is_scaled=True)),
     PartBug("bias-missing", "without its relative bias", RELATIVE, TableBias, without),
+    PartBug("vectors-transposed", "whose vectors of distances are those of the opposite distances", "one order of distances for the table and its index: i − j or j − i, shifted by the largest distance", RelativeKeys,
+        lambda part: changed(sign=-part.sign)(part)),
+    PartBug("vectors-missing", "without its vectors of distances", "add the product of queries and the vectors of distances to the scores, before the scale", RelativeKeys, without),
     PartBug("window-index", "whose relative bias has the wrong index: other distances share an entry", "distance of rows times 2 · columns − 1, plus distance of columns; in a volume, of layers times (2 · rows − 1)(2 · columns − 1)",
         TableBias, window_index),
     PartBug("buckets-bidirectional", "that uses T5's buckets of both directions in a causal layer, or those of one direction in a layer that isn't causal",
@@ -346,7 +350,7 @@ BUGS: list[PartBug] = [
     PartBug("alibi-sign", "whose ALiBi raises the scores of far keys rather than lowering them", "subtract slope · (i − j)", Alibi, changed(sign=1)),
     PartBug("alibi-slopes", "whose ALiBi slopes are wrong", "head n of h has the slope 2^(−8n/h), n from 1", Alibi,
         lambda part: [] if part.path else [*changed(start=0)(part), *changed(exponent=[4.0, 16.0, 1.0])(part), *bias_without_heads(part)]),
-    PartBug("alibi-scaled", "that scales its ALiBi bias along with the scores", RELATIVE, Alibi, scaled_bias),
+    PartBug("alibi-scaled", "that scales its ALiBi bias along with the scores", RELATIVE, Alibi, changed(is_scaled=True)),
     PartBug("alibi-missing", "without its ALiBi bias", RELATIVE, Alibi, without),
     PartBug("cap-elsewhere", "that caps its scores after the mask or the softmax, or before the scale", CAP, Softcap, cap_elsewhere),
     PartBug("cap-unscaled", "whose cap doesn't multiply by the cap, or doesn't divide by it", CAP, Softcap, cap_without_product),

@@ -114,9 +114,9 @@ class AttentionAdapter(Adapter):
                 self.defaults.append(arg.name)  # is_causal of PyTorch's layer only hints at what the mask is
             elif role in MASKS:
                 self.masks[arg.name] = role
-            elif role is not None and role not in self.arguments:
+            elif role is not None and role not in ("residual", *self.arguments):
                 self.arguments[role] = arg.name
-            elif role == "x" and reason.startswith("--arg"):
+            elif role == "residual" or (role == "x" and reason.startswith("--arg")):
                 self.copies.append(arg.name)
             elif arg.required:
                 required.append(arg.name)
@@ -438,7 +438,8 @@ class AttentionAdapter(Adapter):
         if "bias" in features:
             x = self.draw(g, b, t, s)
             calls["added"] = x.but(bias=torch.randn(x.t, x.s, generator=g))
-        if {"positions", *ANGLES} & arguments:
+        fills = self.cache is not None and self.cache.is_filled_by_position
+        if {"positions", *ANGLES} & arguments and not fills:
             x = self.draw(g, b, t, s)
             steps = torch.randint(1, 4, (x.b, x.s), generator=g)
             letters = [self.position_letters if "positions" in arguments else "bs"]

@@ -171,14 +171,14 @@ def mask_polarity(name: str, role: str, kind: str, text: str) -> tuple[bool, str
 
 def is_added(name: str, lines: str, polarity: bool | None) -> bool:
     """Return True if documentation says that a mask is added to the scores."""
-    word, infinity = re.escape(name), r"(?:-\s?(?:inf|∞|1e\d|100(?:00)?\b)|negative infinity|"
-    infinity += (
-        r"(?:the )?(?:lowest|smallest|most negative|large(?:st)? negative) (?:number|value|float)|finfo)"
-    )
+    word, infinity = re.escape(name), r"(?:-\s?(?:inf|∞|1e\d|100(?:00)?\b)|negative infinity|finfo|"
+    infinity += r"(?:the )?(?:lowest|smallest|most negative) (?:number|value|float)|(?:large|very) negative)"
+    if re.search(rf"\b{word}\b[^.]{{0,60}}\badditive\b|\badditive {word}\b", lines, re.I):
+        return True
     if not re.search(infinity, lines) and polarity is not None:
         return False
     pattern = (
-        rf"\b{word}\b[^.]{{0,60}}\b(?:added|additive)\b|\badditive {word}\b|"
+        rf"\b{word}\b[^.]{{0,60}}\badded\b|"
         rf"\b{word}\b[^.;]*\badded to (?:the |its )?(?:\w+ )?(?:scores|logits|weights)\b|"
         rf"\b{word}\b.{{0,60}}\b0(?:\.0?)?\b[^;\n]{{0,40}}{infinity}"
     )

@@ -46,8 +46,8 @@ class ParameterView:
     piece: tuple[int, int, int] | None = None
     place: tuple[int, int] | None = None
 
-    def read(self, tensors: Mapping[str, Tensor], role: str, heads: int, by_head: bool) -> Tensor:
-        """Return the weight as `[out, in]`, or the bias as `[out]`."""
+    def read(self, tensors: Mapping[str, Tensor], role: str, heads: tuple[int, int], by_head: bool) -> Tensor:
+        """Return the weight as `[out, in]`, or the bias as `[out]`, for numbers of heads and of key heads."""
         values = tensors[self.path]
         if self.piece is not None:
             axis, n, count = self.piece
@@ -61,7 +61,9 @@ class ParameterView:
         values = values.mT if self.transposed else values
         if self.place is not None and by_head:
             n, count = self.place
-            return values.unflatten(0, (heads, count, -1))[:, n].flatten(0, 1)
+            rows = [heads[0] // heads[1], 1, 1][-count:]  # of the head size, for each key head
+            start = sum(rows[:n])
+            return values.unflatten(0, (heads[1], sum(rows), -1))[:, start : start + rows[n]].flatten(0, 2)
         return values if self.rows is None else values[slice(*self.rows)]
 
 
@@ -104,7 +106,7 @@ class Projections:
 
         def read_order(by_head: bool) -> Weights:
             def read(role: str, views: list[ParameterView]) -> list[Tensor]:
-                return [view.read(tensors, role, self.heads, by_head) for view in views]
+                return [view.read(tensors, role, (self.heads, self.key_heads), by_head) for view in views]
 
             weight = {role: torch.cat(read(role, x), int(role == "o")) for role, x in self.weight.items()}
             bias = {role: torch.cat([*map(Tensor.flatten, read(role, x))]) for role, x in self.bias.items()}
@@ -113,14 +115,15 @@ class Projections:
             return Weights(self.heads, self.key_heads, weight, bias, sink, other)
 
         packed = {view.path: view.place[1] for views in self.weight.values() for view in views if view.place}
-        is_divided = all(max(tensors[path].shape) % (n * self.heads) == 0 for path, n in packed.items())
-        orders = [False, True] if packed and is_divided and self.heads == self.key_heads else [False]
+        pieces = {2: 2 * self.key_heads, 3: self.heads + 2 * self.key_heads}
+        is_divided = all(max(tensors[path].shape) % pieces[n] == 0 for path, n in packed.items())
+        orders = [False, True] if packed and is_divided else [False]
         return [read_order(by_head) for by_head in orders]
 
     def count_inputs(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """Return the number of inputs of each parameter with a role, by which random values are scaled."""
         counts = {
-            view.path: view.read(tensors, role, self.heads, False).shape[-1]
+            view.path: view.read(tensors, role, (self.heads, self.key_heads), False).shape[-1]
             for role, views in self.weight.items()
             for view in views
         }
@@ -156,7 +159,8 @@ def find_projections(
         for path, shape in description.parameters.items()
     }
     description, projections = replace(description, parameters=shapes), Projections()
-    paths = assign_roles(description, layers, projections)
+    h, g = (count_heads(description, each, init) for each in (names.NUMBER_OF_HEADS, names.KEY_HEADS))
+    paths = assign_roles(description, layers, projections, 1 + 2 * g / h if g and h else 3)
     weight = paths["weight"]
     per_head = max((len(weight[role]) for role in "qkv" if role in weight), default=1)
     cubes = [shapes[path] for role in ROLES for path in weight.get(role, ()) if len(shapes[path]) == 3]
@@ -225,9 +229,12 @@ def find_projections(
 
 
 def assign_roles(
-    description: Description, layers: Mapping[str, str], projections: Projections
+    description: Description, layers: Mapping[str, str], projections: Projections, parts: float
 ) -> dict[str, dict[str, list[str]]]:
-    """Return the paths of parameters by "weight" or "bias" and by role, heads in order."""
+    """Return the paths of parameters by "weight" or "bias" and by role, heads in order.
+
+    A packed projection has `parts` times as many outputs as there are queries.
+    """
     shapes = description.parameters
     chosen = {path: role for role, layer in layers.items() for path in find_layer(layer, shapes, role)}
     listed = find_listed(shapes)
@@ -246,7 +253,7 @@ def assign_roles(
                 found[path] = meaning
                 projections.reasons[path] = "its place in a list" if path in listed else "its name"
     roles = {role for role, part, _ in found.values() if part == "weight"}
-    if not {"q", "k", "v", *PACKED} & roles and (layer := find_packed(description)):
+    if not {"q", "k", "v", *PACKED} & roles and (layer := find_packed(description, parts)):
         found |= {f"{layer}.{part}": ("qkv", part, None) for part in ("weight", "bias")}
         projections.reasons |= dict.fromkeys((f"{layer}.weight", f"{layer}.bias"), "its shape")
     if "q" in roles and not {"k", "v", "kv"} & roles:  # c_attn beside q_attn projects keys and values
@@ -290,13 +297,16 @@ def select_paths(paths: list[str], part: str) -> list[str]:
     return [path for path in paths if path in layers] or paths
 
 
-def find_packed(description: Description) -> str | None:
-    """Return the only linear layer with three times as many outputs as its or another's inputs, or None."""
+def find_packed(description: Description, parts: float) -> str | None:
+    """Return the only linear layer with `parts` times as many outputs as its or another's inputs, or None.
+
+    There are 3 parts, or fewer where queries share keys.
+    """
     layers = [path for path, name in description.layers.items() if name == "Linear"]
     shapes = {path: description.parameters[f"{path}.weight"] for path in layers}
     widths = {path: {e, *(d for other, (n, d) in shapes.items() if other != path and n == e)}
               for path, (_, e) in shapes.items()}  # fmt: skip
-    packed = [path for path, (rows, _) in shapes.items() if rows in {3 * width for width in widths[path]}]
+    packed = [path for path, (rows, _) in shapes.items() if rows in {parts * width for width in widths[path]}]
     return packed[0] if len(packed) == 1 else None
 
 

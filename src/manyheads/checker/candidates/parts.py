@@ -42,6 +42,7 @@ from manyheads.checker.parts import (
     NoWindow,
     NullKeys,
     Part,
+    RelativeKeys,
     Residual,
     RotaryPositions,
     Scale,
@@ -348,8 +349,8 @@ class Search:
             if not any(part.size in legal.get(part.kind, {part.size}) for part in windows):
                 rest = tuple(part for part in adapter.parts if part not in windows)
                 adapter.parts = (*rest, Window(size, first=self.count_first()))
-        for cap in self.numbers.named_like(r"soft_?cap|logit_?cap").values():
-            if cap > 0 and not select(adapter.parts, Softcap):
+        for cap in self.stated_caps():
+            if not select(adapter.parts, Softcap):
                 adapter.parts = (*adapter.parts, Softcap(float(cap)))
 
     def has_idle_norm(self, parts: Parts, effective: list[str]) -> bool:
@@ -454,8 +455,9 @@ class Search:
 
     @property
     def says_residual(self) -> bool:
-        """Return True if documentation or an argument of the constructor names a residual connection."""
-        said = " ".join((self.adapter.text, *(arg.name for arg in self.adapter.description.init or ())))
+        """Return True if documentation or an argument names a residual connection."""
+        arguments = (*(self.adapter.description.init or ()), *self.adapter.description.call)
+        said = " ".join((self.adapter.text, *(arg.name for arg in arguments)))
         return re.search(r"residual|skip connection", said, re.I) is not None
 
     @property
@@ -557,7 +559,7 @@ class Search:
     def score_parts(self, groups: list[str]) -> Iterator[Parts]:
         """Yield sets of parts of the scores that use these groups of parameters, the likely ones first."""
         slots: list[list[Parts]] = [[(part,) for part in self.score_options(group)] for group in groups]
-        slots += [[(), *self.plain_norms()], self.encodings(), [(), *((Softcap(x),) for x in self.caps())]]
+        slots += [[(), *self.plain_norms()], self.encodings(), self.cap_options()]
         slots += [[(), *((scale,) for scale in self.scales())]]
         for chosen in ranked(slots):
             parts = tuple(part for each in chosen for part in each)
@@ -588,11 +590,11 @@ class Search:
         shape, path = weights.other[paths[0]].shape, paths[0]
         n = weights.other[path].numel()
         roles = list(dict.fromkeys([*self.names_query_or_key(group), "qk", "q", "k"]))
-        sized = [role for role in roles if n in (1, d) or n == (g if role == "k" else h) * d]
-        places = [("heads", role) for role in sized]
-        places += [("width", role) for role in sized if n > d]
+        wide = [role for role in roles if n == (g if role == "k" else h) * d > d]
+        places = [("heads", role) for role in roles if n in (1, d)]
         if n in self.adapter.widths[:2] and "cross" in self.adapter.features:
             places += [("input", role) for role in roles if role != "qk"]
+        places += [(place, role) for place in ("width", "heads") for role in wide]
         yield from self.norms(paths, places)
         if n in (1, h) and len(paths) == 1:
             has_exponential = re.search(r"\bexp\(", self.adapter.description.source)
@@ -602,6 +604,8 @@ class Search:
                 forms.sort(key=lambda form: form != "divisor")
             yield from (Temperature(path, form) for form in forms)
             yield Alibi(path, is_symmetric=not self.adapter.always_causal)
+        if len(shape) == 2 and shape[0] % 2 and shape[0] > 1 and shape[1] == d:
+            yield from (RelativeKeys(path, *each) for each in product((-1, 1), ("q", "qk")))
         if n == h * h and len(shape) >= 2 and shape[0] == h:
             yield from (HeadMixing(path, "scores", is_transposed) for is_transposed in (False, True))
         if len(shape) >= 2 and h in shape and len(paths) == 1:
@@ -614,11 +618,12 @@ class Search:
             if len(shape) > 2 and shape[-1] == shape[-2]:
                 yield TableBias(path, "positions")
             elif len(shape) == 2:
+                ends = (False, True) if self.adapter.kind == "cross" else (False,)
                 is_decoder = self.adapter.description.attributes.get("is_decoder") is True
                 both = (False, True) if self.adapter.always_causal or is_decoder else (True,)
                 distances = {128, *(int(x) for x in self.numbers.named_like(r"dist").values())}
-                for max_distance, is_bidirectional in product(sorted(distances), both):
-                    yield TableBias(path, "buckets", max_distance, is_bidirectional)
+                for at_end, max_distance, is_bidirectional in product(ends, sorted(distances), both):
+                    yield TableBias(path, "buckets", max_distance, is_bidirectional, ends_together=at_end)
                 yield TableBias(path, "distances")
                 yield TableBias(path, "distances", sign=-1)
 
@@ -668,25 +673,33 @@ class Search:
             (RotaryPositions(pair, n, self.size, base, factor, direction),)
             for direction, base, factor, n, pair in computed
         ]
-        alibi: list[Parts] = [(Alibi(is_symmetric=not self.adapter.always_causal),)]
+        before_scale = r"(?:alibi|slope|bias)[^.;]*\bbefore (?:the )?(?:scores are )?scal(?:e|ed|ing)\b"
+        is_scaled = re.search(before_scale, text, re.I) is not None
+        alibi: list[Parts] = [(Alibi(is_symmetric=not self.adapter.always_causal, is_scaled=is_scaled),)]
         found = alibi + rotary if re.search(r"alibi|slope", text, re.I) else rotary + alibi
         return [*found, ()] if self.adapter.has_positions and has_angles else [(), *found]
 
-    def caps(self) -> list[float]:
-        """Return the numbers at which scores may be capped."""
-        found = [*self.numbers.named_like(r"cap|clip").values()]
+    def cap_options(self) -> list[Parts]:
+        """Return the caps that scores may have, and none: last if a caller sets one."""
+        stated, found = self.stated_caps(), [*self.numbers.named_like(r"cap|clip").values()]
         if "tanh" in self.adapter.description.source:
             found += [x for x in self.numbers.unnamed if x > 1]
-        return [float(x) for x in dict.fromkeys(found) if x > 0]
+        caps: list[Parts] = [(Softcap(float(x)),) for x in dict.fromkeys(found) if x > 0]
+        return [*caps, ()] if stated else [(), *caps]
+
+    def stated_caps(self) -> list[float]:
+        """Return the caps of the scores that a caller sets."""
+        return [x for x in self.numbers.named_like(r"soft_?cap|logit_?cap").values() if x > 0]
 
     def scales(self) -> list[Scale]:
         """Return the scales of the scores other than 1/√d that are documented or usual."""
         found = [
             Scale(float(value), f"{name} = {x:g}")
             for name, x in self.numbers.named_like(r"scal|temperature|\btau", given=True).items()
-            for value in ((x, 1 / x, abs(x) ** -0.5) if x not in (0, 1) else (x,) if x else ())
+            for value in scale_values(x)
         ]
-        if re.search(r"\b(?:unscaled|no scal|without scal|not scaled|isn't scaled)", self.adapter.text, re.I):
+        unscaled_words = r"\b(?:unscaled|no scal|without scal)|(?:\bnot|n't) (?:scaled|divided)"
+        if re.search(unscaled_words, self.adapter.text, re.I):
             found.append(Scale(1.0, "as documented"))
         if "relative_attention_num_buckets" in self.numbers.named:
             found.append(Scale(1.0, "as in T5"))
@@ -707,6 +720,13 @@ class Search:
             except (RuntimeError, IndexError, ZeroDivisionError):
                 return float("inf")
         return worst
+
+
+def scale_values(x: float) -> tuple[float, ...]:
+    """Return the factors of the scores that a number may stand for, the likely ones first."""
+    if x in (0, 1):
+        return (x,) * bool(x)
+    return (x**-0.5, x, 1 / x) if x > 1 else (x, 1 / x, abs(x) ** -0.5)
 
 
 def factorize(n: int) -> Iterator[tuple[int, ...]]:

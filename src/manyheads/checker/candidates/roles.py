@@ -32,6 +32,7 @@ ROLES: dict[str, str] = {
     "key": "keys",
     "value": "values",
     "context": "the other sequence, from which keys and values are projected",
+    "residual": "what is added to the output; calls pass x",
     **MASKS,
     "causal": "whether to apply a causal mask",
     "bias": "numbers that are added to the scores",
