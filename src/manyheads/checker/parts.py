@@ -644,7 +644,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "GELU": torch.nn.functional.gelu,
     "identity": lambda x: x,
 }
-GATES = ("sigmoid", "SiLU", "2 · sigmoid")  # activations of gates; others are bugs
+GATE_FUNCTIONS = ("sigmoid", "SiLU", "2 · sigmoid")  # activations of gates; others are bugs
 
 
 @dataclass(frozen=True)
@@ -656,12 +656,14 @@ class Gate(Part):
         bias: The parameter with its bias, or "".
         function: The activation, one of ACTIVATIONS.
         place: "merged" or "output".
+        is_reshaped: Whether gates [b, t, h, d] become [b, h, t, d] without a transpose, which is a bug.
     """
 
     weight: str
     bias: str = ""
     function: str = "sigmoid"
     place: str = "merged"
+    is_reshaped: bool = False
 
     def wrappers(self) -> Wrappers:
         """Return the wrapper of the gated step."""
@@ -669,6 +671,9 @@ class Gate(Part):
         def apply(oracle: Attention, step: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
             gate = oracle.source("q") @ read(oracle, self.weight).mT
             gate = ACTIVATIONS[self.function](gate + read(oracle, self.bias) if self.bias else gate)
+            if self.is_reshaped:
+                b, h, t, _ = oracle.q.shape
+                gate = gate.reshape(b, h, t, -1).transpose(1, 2).flatten(2)
             return step(x) * gate.repeat_interleave(x.shape[-1] // gate.shape[-1], -1)
 
         return {"gate" if self.place == "merged" else "finish": apply}

@@ -38,6 +38,7 @@ from manyheads.checker.parts import (
     Softcap,
     TableBias,
     Window,
+    read,
 )
 
 Replacement = tuple[Part, ...]
@@ -235,6 +236,18 @@ def window_index(part: TableBias) -> list[Replacement]:
     return [(replace(part, strides=(*each, 1)),) for each in tried if [*each, 1] != natural]
 
 
+def shared_future(part: TableBias) -> list[Replacement]:
+    """Return T5's bias of both directions with one bucket for all later keys."""
+
+    def share(oracle: Attention, bias: Tensor) -> Tensor:
+        i, j = part.positions(oracle)
+        table = read(oracle, part.path)
+        table = table if table.shape[-1] == bias.shape[-3] else table.mT
+        return torch.where(j > i, table[table.shape[0] // 2][:, None, None], bias)
+
+    return changed_bias(part, share) if part.kind == "buckets" and part.is_bidirectional else []
+
+
 def bias_without_heads(part: Bias) -> list[Replacement]:
     """Return the bias of the first head for all heads, or with the heads in reverse."""
     return changed_bias(part, lambda o, bias: bias[:1], lambda o, bias: bias.flip(0))
@@ -314,6 +327,8 @@ BUGS: list[PartBug] = [
         lambda part: [(part.window,)]),
     PartBug("window-both-sides", "whose window reaches into the future too", WINDOW, Window,
         lambda part: [(replace(part, kind="both sides"), Wrong(override(causal_mask=lambda o: None)))]),
+    PartBug("window-one-sided", "whose window limits earlier keys alone, although it isn't causal", "compare the distance without its sign: (i − j).abs() < window", Window,
+        lambda part: changed(kind="sliding")(part) if part.kind == "both sides" else []),
     PartBug("window-inverted", "that masks what is inside its window", WINDOW, Window,
         lambda part: wrong(wrap(masks=lambda o, step: [*step(), ~part.visible(*o.positions())]))),
     PartBug("window-wraps", "whose shifted windows let pixels from opposite sides of the image attend to each other", "number the regions between the slices of rows and of columns, and mask pairs of tokens of different numbers: img_mask[:, rows, columns, :] of an image [b, h, w, e]",
@@ -347,6 +362,8 @@ BUGS: list[PartBug] = [
     PartBug("buckets-bidirectional", "that uses T5's buckets of both directions in a causal layer, or those of one direction in a layer that isn't causal",
         "bidirectional=False in a causal layer (a decoder), True in others", TableBias,
         lambda part: changed(is_bidirectional=not part.is_bidirectional)(part) if part.kind == "buckets" else []),
+    PartBug("buckets-future-shared", "whose later keys all share a bucket of T5's, whatever their distance", "take the distance without its sign before the buckets: relative_position.abs()",
+        TableBias, shared_future),
     PartBug("alibi-sign", "whose ALiBi raises the scores of far keys rather than lowering them", "subtract slope · (i − j)", Alibi, changed(sign=1)),
     PartBug("alibi-slopes", "whose ALiBi slopes are wrong", "head n of h has the slope 2^(−8n/h), n from 1", Alibi,
         lambda part: [] if part.path else [*changed(start=0)(part), *changed(exponent=[4.0, 16.0, 1.0])(part), *bias_without_heads(part)]),
@@ -359,6 +376,8 @@ BUGS: list[PartBug] = [
     PartBug("cap-missing", "without its cap of the scores", CAP, Softcap, without),
     PartBug("gate-activation", "whose gate has no sigmoid, or another activation than it says", "multiply by torch.sigmoid(gate)", Gate,
         changed(function=[*ACTIVATIONS])),
+    PartBug("gate-reshaped", "whose gates [b, t, h, d] are reshaped to [b, h, t, d] without a transpose", "gate.transpose(1, 2) swaps the axes; a reshape mixes tokens and heads", Gate,
+        changed(is_reshaped=True)),
     PartBug("gate-missing", "without its gate", "multiply by torch.sigmoid(gate)", Gate, without),
     PartBug("residual-missing", "without its residual connection", "add the input to the output", Residual, without),
     PartBug("residual-normalized", "whose residual connection adds the normalized input", "add the input as it was before the norm", Residual,

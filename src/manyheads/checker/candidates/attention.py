@@ -174,7 +174,7 @@ class AttentionAdapter(Adapter):
         random |= randomize(self.parameters, projections.unused)
         self.candidate.load(random)
         self.parameters |= random
-        weights = self._read_weights()
+        weights = self.read_weights()
         if not projections.heads_reason:
             weights = self._count_heads(weights)
         if not projections.heads_reason and (numbers := self._possible_heads(weights)):
@@ -192,7 +192,8 @@ class AttentionAdapter(Adapter):
                 f"together ({reason}). Give --heads N. {NAME_WEIGHTS}."
             ) from None
 
-    def _read_weights(self) -> Weights:
+    def read_weights(self) -> Weights:
+        """Read the projections from the parameters, in each order in which they may be packed."""
         packings = self.projections.read(self.parameters)
         self.packings = [*packings]
         self.widths = input_widths(packings[0])
@@ -219,7 +220,7 @@ class AttentionAdapter(Adapter):
             return weights
         self.projections.heads = self.projections.key_heads = h
         self.projections.heads_reason = "the shape of its returned weights"
-        return self._read_weights()
+        return self.read_weights()
 
     @property
     def roles(self) -> list[Role]:

@@ -210,6 +210,13 @@ def has_queries(lines: str, text: str) -> bool:
     return bool(re.search(queries, lines, re.I) and re.search(keys, text, re.I))
 
 
+def says_vectors(name: str, text: str) -> bool:
+    """Return True if documentation says that an argument has a vector for each token."""
+    axis = r"[\w* ]+"
+    shape = rf"\b{re.escape(name)}\b[^.;(\[]{{0,60}}[\[(]{axis},{axis},{axis}[\])]"
+    return bool(re.search(shape, text) or re.search(r"\b(?:embedding|vector)s?\b", lines_about(name, text)))
+
+
 def counts_from_start(kind: str, text: str) -> bool:
     """Return True if the first query and key are aligned in a causal mask, as documented or in PyTorch."""
     first = re.search(r"first (?:query|token)\b[^.;]*\bfirst key|top[- ]left|upper[- ]left", text, re.I)

@@ -22,6 +22,10 @@ from manyheads.shapes import sizes
 
 Shapes = Mapping[str, tuple[int, ...]]
 PACKED = ("qkv", "kv")
+GATES, GATES_BIAS = (
+    "gate weight",
+    "gate bias",
+)  # of gates in the projection of q, among a candidate's parameters
 NAME_WEIGHTS = "Name the weights with --weights q=...,k=...,v=...,o=... (or qkv=..., kv=...)"
 
 
@@ -101,10 +105,11 @@ class Projections:
     def read(self, tensors: Mapping[str, Tensor]) -> list[Weights]:
         """Return the weights for the oracle, in each order in which they may be packed.
 
-        A packed parameter contains all of q, then k, then v; or q, k and v of each head in turn.
+        A packed parameter contains all of q, then k, then v; or q, k and v of each head in turn. A projection
+        of q with twice the head size has gates too, after each head's q, or after all of q.
         """
 
-        def read_order(by_head: bool) -> Weights:
+        def read_order(by_head: bool, gate_by_head: bool = True) -> Weights:
             def read(role: str, views: list[ParameterView]) -> list[Tensor]:
                 return [view.read(tensors, role, (self.heads, self.key_heads), by_head) for view in views]
 
@@ -112,13 +117,21 @@ class Projections:
             bias = {role: torch.cat([*map(Tensor.flatten, read(role, x))]) for role, x in self.bias.items()}
             sink = None if self.sink is None else tensors[self.sink].flatten()
             other = {path: tensors[path] for path in self.unused}
+            q, k, o = (
+                weight[role].shape[n] if role in weight else 0 for n, role in ((0, "q"), (0, "k"), (1, "o"))
+            )
+            if q * self.key_heads == 2 * k * self.heads and q == 2 * o:
+                for x, path in ((weight, GATES), (bias, GATES_BIAS)):
+                    if "q" in x:
+                        x["q"], other[path] = split_gates(x["q"], self.heads, gate_by_head)
             return Weights(self.heads, self.key_heads, weight, bias, sink, other)
 
         packed = {view.path: view.place[1] for views in self.weight.values() for view in views if view.place}
         pieces = {2: 2 * self.key_heads, 3: self.heads + 2 * self.key_heads}
         is_divided = all(max(tensors[path].shape) % pieces[n] == 0 for path, n in packed.items())
         orders = [False, True] if packed and is_divided else [False]
-        return [read_order(by_head) for by_head in orders]
+        found = [read_order(by_head) for by_head in orders]
+        return found + [read_order(by_head, False) for by_head in orders if GATES in found[0].other]
 
     def count_inputs(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """Return the number of inputs of each parameter with a role, by which random values are scaled."""
@@ -414,6 +427,12 @@ def split_packed(
         letter: [replace(view, rows=each, place=(i, n))]
         for i, (letter, each) in enumerate(zip(role, bounds, strict=True))
     }
+
+
+def split_gates(x: Tensor, heads: int, by_head: bool) -> list[Tensor]:
+    """Return q and the gates in the rows of a weight or a bias: by head, or all of q first."""
+    x = x.unflatten(0, (heads, 2, -1)) if by_head else x.unflatten(0, (2, heads, -1)).transpose(0, 1)
+    return [part.flatten(0, 1) for part in x.unbind(1)]
 
 
 def input_widths(weights: Weights) -> tuple[int, int, int]:

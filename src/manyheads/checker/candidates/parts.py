@@ -26,6 +26,7 @@ from manyheads.checker.candidates.attention import POSITIONS, SEQUENCES, Attenti
 from manyheads.checker.candidates.documentation import documented_mechanism, parse, read_mask
 from manyheads.checker.candidates.errors import UnexpectedOutput
 from manyheads.checker.candidates.forms import KEY_MASKS, NUMBERS
+from manyheads.checker.candidates.parameters import GATES, GATES_BIAS
 from manyheads.checker.encodings import Interleaved, Rotary
 from manyheads.checker.isolation.describe import Description
 from manyheads.checker.isolation.errors import CodeError
@@ -33,7 +34,7 @@ from manyheads.checker.oracle import Attention, Inputs, Weights, largest_differe
 from manyheads.checker.overrides import compose
 from manyheads.checker.parts import (
     ACTIVATIONS,
-    GATES,
+    GATE_FUNCTIONS,
     Activation,
     Alibi,
     Gate,
@@ -191,7 +192,7 @@ class Search:
         self.generator = torch.Generator().manual_seed(SEED)
         self.size = adapter.weights.head_size if adapter.weights is not None else D
         self.groups: dict[str, list[str]] = {}
-        for path in () if adapter.weights is None else adapter.weights.other:
+        for path in () if adapter.weights is None else adapter.projections.unused:
             self.groups.setdefault(group_of(path), []).append(path)
 
     # -- measurements ------------------------------------------------------------------------------
@@ -234,7 +235,8 @@ class Search:
                 legal = window.visible(i, j) & causal
                 is_known = {size, size - 1, 2 * size - 1} & known
                 if is_known and torch.equal(legal, visible) and not torch.equal(legal, causal):
-                    return window
+                    is_cut = kind == "sliding" and not self.adapter.always_causal and self.masks_keys_only
+                    return replace(window, kind="both sides") if is_cut else window  # the future is a bug
         return None
 
     def positions_matter(self, t: int) -> bool:
@@ -297,14 +299,18 @@ class Search:
         adapter = self.adapter
         if adapter.count is not None:  # all of them are a window
             return []
-        of_keys = [
-            role.endswith("of-keys") or role in NUMBERS or is_documented_for_keys(name, adapter.text)
-            for name, role in adapter.masks.items()
-        ]
         names = {*adapter.init, *self.numbers.given, *adapter.description.attributes}
-        names = names if all(of_keys) and not self.flags_off() else set()
+        names = names if self.masks_keys_only and not self.flags_off() else set()
         given = self.numbers.named_like(r"window").items()
         return [int(x) for name, x in given if name in names and 1 <= x <= 128]
+
+    @property
+    def masks_keys_only(self) -> bool:
+        """Return True if no mask of the callers can be causal or have a window."""
+        return all(
+            role.endswith("of-keys") or role in NUMBERS or is_documented_for_keys(name, self.adapter.text)
+            for name, role in self.adapter.masks.items()
+        )
 
     def stated_window(self) -> Parts:
         """Return the window that a caller sets, if there is one."""
@@ -443,11 +449,12 @@ class Search:
             around = list(islice(self.surroundings(outer), MOST_PLAUSIBLE // 2)) or [()]
         rest = [group for group in self.groups if group not in outer]
         scores = list(islice(self.score_parts(rest), MOST_PLAUSIBLE)) or [()]
-        sets = [outside + parts + inside for parts, outside in product(scores, around)]
+        pairs = islice(ranked([scores, [*dict.fromkeys(around)]]), MOST_PLAUSIBLE)
+        sets = [outside + parts + inside for parts, outside in pairs]
         sets = [x for x in sets if Residual() not in x or has_outer_norm(x) or self.says_residual]
         # A bug can look like a window, so the surroundings are tried without one, too.
         others = [around[0] + parts + inside for parts in self.each_option(rest)]
-        adapter.plausible = [*dict.fromkeys([*sets[:MOST_PLAUSIBLE], *others, *around[:2], ()])]
+        adapter.plausible = [*dict.fromkeys([*sets, *others, *around[:2], ()])]
         orders = dict.fromkeys(n for n, _ in surroundings)
         adapter.packings = [adapter.packings[n] for n in orders] or adapter.packings
 
@@ -469,7 +476,12 @@ class Search:
 
     def surroundings(self, groups: list[str]) -> Iterator[Parts]:
         """Yield sets of parts that surround attention and use these groups, the likely ones first."""
-        for chosen in ranked([list(self.outer_options(group)) for group in groups]):
+        options = [list(self.outer_options(group)) for group in groups]
+        other = {} if self.adapter.weights is None else self.adapter.weights.other
+        if GATES in other:
+            bias = GATES_BIAS if GATES_BIAS in other else ""
+            options.insert(0, [Gate(GATES, bias, function) for function in GATE_FUNCTIONS])
+        for chosen in ranked(options):
             has_norm = self.has_query_norm or has_outer_norm(chosen)
             yield from arrange(chosen)
             if select(chosen, Residual):  # projected, as in a block that ends in an activation
@@ -490,7 +502,7 @@ class Search:
         for path in matrices:
             bias = next((other for other in paths if other != path), "")
             out, width = shapes[path]
-            for function in GATES:
+            for function in GATE_FUNCTIONS:
                 if width == q and out in (h * dv, h):
                     yield Gate(path, bias, function)
                 if width == q and out == weights.out_width:
@@ -516,9 +528,12 @@ class Search:
         if len(paths) == 2:
             bias = next((path for path in paths if re.search(r"bias|beta|shift|\bb$", path)), paths[1])
             scale = next(path for path in paths if path != bias)
-        owner = self.adapter.description.layers.get(group_of(scale), "")
+        group = group_of(scale)
+        owner = self.adapter.description.layers.get(group, "")
+        named = (self.numbers.named.get(f"{group}.{name}") for name in ("eps", "epsilon", "variance_epsilon"))
+        eps = next((float(x) for x in named if x is not None), EPS[0])
         if owner == "GroupNorm":
-            groups = int(self.numbers.named[f"{group_of(scale)}.num_groups"])
+            groups = int(self.numbers.named[f"{group}.num_groups"])
             inputs = (place for place in places if place[0] == "input")
             yield from (Norm("group", *place, scale, bias, groups=groups) for place in inputs)
             return
@@ -527,9 +542,11 @@ class Search:
             code = self.adapter.description.source
             is_l2 = re.search(r"F\.normalize|functional\.normalize|l2|cosine", code, re.I)
             likely = "L2" if is_l2 else "none"
-        for (kind, plus_one), (place, roles) in product(sorted(KINDS, key=lambda x: x[0] != likely), places):
+        adds_one = float(self.adapter.parameters[scale].mean()) < 0.5  # a scale that begins at 0
+        kinds = sorted(KINDS, key=lambda each: (each[0] != likely, each[1] != adds_one))
+        for (kind, plus_one), (place, roles) in product(kinds, places):
             if not (bias and kind in ("L2", "none")):
-                yield Norm(kind, place, roles, scale, bias, plus_one=plus_one)
+                yield Norm(kind, place, roles, scale, bias, eps, plus_one)
 
     # -- learned keys and values -------------------------------------------------------------------
 

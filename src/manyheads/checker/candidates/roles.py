@@ -170,6 +170,8 @@ def read_role(argument: Argument, text: str) -> tuple[str | None, str]:
         return "ignore", f"its default, {argument.default}"
     if role == "positions" and INTEGER.fullmatch(argument.annotation):
         return "start", "its name and type"
+    if role == "positions" and documentation.says_vectors(argument.name, text):
+        return None, ""
     if role == "causal" and "mask" in argument.name and not is_switch:
         return "mask", "its name"
     return role, "its name"
