@@ -35,7 +35,7 @@ SHAPE = re.compile(rf"[\[(] ?{SIZE}(?:, ?{SIZE})+,? ?[\])]|[\[(]\w[\])]|\b\w+(?:
 LETTERS = {  # the letters of shapes, by the names of axes in documentation
     **dict.fromkeys(("b", "n", "batch", "batch_size", "bs"), "b"),
     **dict.fromkeys(("t", "q", "l", "tgt_len", "query_len", "length", "seq_len"), "t"),
-    **dict.fromkeys(("query_length", "q_len", "queries", "tokens", "seq", "sequence_length"), "t"),
+    **dict.fromkeys(("query_length", "q_len", "queries", "tokens", "seq", "sequence_length", "n_ctx"), "t"),
     **dict.fromkeys(("seq_q", "len_q", "n_q", "tq", "t_q", "lq", "l_q", "target_length"), "t"),
     **dict.fromkeys(("s", "k", "src_len", "key_len", "key_length", "kv_len", "keys"), "s"),
     **dict.fromkeys(("seq_k", "len_k", "n_k", "tk", "t_k", "lk", "l_k", "seq_kv", "source_length"), "s"),
@@ -189,8 +189,8 @@ def read_shapes(name: str, lines: str, text: str) -> set[str]:
     """Return the shapes of a mask in letters, without those of groups of tokens, such as K of 3 * K."""
     shapes = set()
     for following in re.findall(rf"\b{re.escape(name)}\b([^;]*)", lines):
-        for inside in re.findall(r"[\[(]([\w, ]+)[\])]", following):
-            axes = [axis.strip().lower().replace(" ", "_") for axis in inside.split(",")]
+        for inside in re.findall(r"[\[(]([\w, >=≥]+)[\])]", following):
+            axes = [axis.strip(" >=≥").lower().replace(" ", "_") for axis in inside.split(",")]
             last = inside.rpartition(",")[2].strip()
             is_of_groups = re.search(rf"\b[2-9] ?\*? ?{re.escape(last)}\b", text)
             if len(axes) > 1 and all(axis in LETTERS for axis in axes) and not is_of_groups:
@@ -214,7 +214,10 @@ def says_vectors(name: str, text: str) -> bool:
     """Return True if documentation says that an argument has a vector for each token."""
     axis = r"[\w* ]+"
     shape = rf"\b{re.escape(name)}\b[^.;(\[]{{0,60}}[\[(]{axis},{axis},{axis}[\])]"
-    return bool(re.search(shape, text) or re.search(r"\b(?:embedding|vector)s?\b", lines_about(name, text)))
+    noun = (
+        rf"\b{re.escape(name)}\b\W{{1,4}}(?:(?!of|for|in|to)\w+[ -]){{0,3}}(?:embedding|vector|encoding)s?\b"
+    )
+    return bool(re.search(shape, text) or re.search(noun, text, re.I))
 
 
 def counts_from_start(kind: str, text: str) -> bool:
