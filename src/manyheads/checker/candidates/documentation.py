@@ -212,8 +212,7 @@ def has_queries(lines: str, text: str) -> bool:
 
 def says_vectors(name: str, text: str) -> bool:
     """Return True if documentation says that an argument has a vector for each token."""
-    axis = r"[\w* ]+"
-    shape = rf"\b{re.escape(name)}\b[^.;(\[]{{0,60}}[\[(]{axis},{axis},{axis}[\])]"
+    shape = rf"\b{re.escape(name)}\b(?:=None)?[`: ]*(?:\w+ ){{0,3}}`*[\[(][\w* ]+,[\w* ]+,[\w* ]+[\])]"
     noun = (
         rf"\b{re.escape(name)}\b\W{{1,4}}(?:(?!of|for|in|to)\w+[ -]){{0,3}}(?:embedding|vector|encoding)s?\b"
     )
