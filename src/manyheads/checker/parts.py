@@ -618,8 +618,10 @@ class NullKeys(Part):
             return torch.cat((scores[..., :n], step(scores[..., n:])), -1)
 
         def show(oracle: Attention, step: Callable[[], Tensor | None]) -> Tensor | None:
-            visible, n = step(), oracle.raw_scores.shape[-1] - oracle.x.s
-            return None if visible is None else torch.nn.functional.pad(visible, (n, 0), value=True)
+            visible, n = step(), oracle.raw_scores.shape[-1]
+            if visible is None:
+                return None
+            return torch.nn.functional.pad(visible, (n - visible.shape[-1], 0), value=True)
 
         return {
             "encode_heads": add,
@@ -630,6 +632,26 @@ class NullKeys(Part):
 
     def __str__(self) -> str:
         return f"learned keys and values `{'` and `'.join(self.paths)}`, always visible"
+
+
+@dataclass(frozen=True)
+class OwnKeys(Part):
+    """The queries' tokens are keys too, after the context's (Alayrac et al. 2022, arXiv:2204.14198)."""
+
+    def wrappers(self) -> Wrappers:
+        """Return the wrappers that add keys and values, and leave them out of masks."""
+
+        def add(oracle: Attention, step: Callable[[str], Tensor], role: str) -> Tensor:
+            return step(role) if role == "q" else torch.cat((step(role), oracle.source("q")), -2)
+
+        def show(oracle: Attention, step: Callable[[], Tensor | None]) -> Tensor | None:
+            visible = step()
+            return None if visible is None else torch.nn.functional.pad(visible, (0, oracle.x.t), value=True)
+
+        return {"source": add, "combine_masks": show}
+
+    def __str__(self) -> str:
+        return "keys of the context and of the queries' own tokens"
 
 
 # -- around attention ------------------------------------------------------------------------------

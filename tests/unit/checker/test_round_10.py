@@ -286,9 +286,28 @@ class Capped(Layer):
         return self.merge(self.cap(q @ k.mT / q.shape[-1] ** 0.5).softmax(-1), v)
 
 
+class Resampler(Layer):
+    """Latents attend to x and to themselves, and to a learned key. mask [b, s], True = visible."""
+
+    def __init__(self, dim: int = 24) -> None:
+        super().__init__(dim)
+        self.null_kv = nn.Parameter(torch.zeros(2, self.num_heads, 6))
+
+    def forward(self, x: Tensor, latents: Tensor, mask: Tensor | None = None) -> Tensor:
+        both = torch.cat((x, latents), 1)
+        q, k, v = (self.split(y) for y in (self.q_proj(latents), self.k_proj(both), self.v_proj(both)))
+        null = self.null_kv[:, None, :, None].expand(2, len(x), -1, -1, -1)
+        k, v = (torch.cat(each, 2) for each in ((null[0], k), (null[1], v)))
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        if mask is not None:
+            visible = F.pad(mask, (1, latents.shape[1]), value=True)
+            scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
+        return self.merge(scores.softmax(-1), v)
+
+
 RIGHT = [
     *(ScaledAlibi, RelativeVectors, WithResidual, BiasApart, Grouped, Gated, OneScale),
-    *(Rolling, Remembering, Slots, Local, Sunk, Capped),
+    *(Resampler, Rolling, Remembering, Slots, Local, Sunk, Capped),
 ]
 
 

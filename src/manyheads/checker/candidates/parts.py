@@ -42,6 +42,7 @@ from manyheads.checker.parts import (
     Norm,
     NoWindow,
     NullKeys,
+    OwnKeys,
     Part,
     RelativeKeys,
     Residual,
@@ -278,7 +279,7 @@ class Search:
             for n, around in islice(found_around, 12):
                 surroundings.append((n, around))
                 yield from ((n, around + parts + inside) for parts in self.score_parts(rest))
-            yield from ((0, parts) for parts in self.with_null_keys(effective, inside))
+            yield from ((0, parts) for parts in self.with_more_keys(effective, inside))
 
         readings = adapter.readings
         for n, found in candidates():
@@ -560,16 +561,30 @@ class Search:
             if values != path and shapes.get(values) == shape and shape[-1] % self.size == 0:
                 yield NullKeys(path, values)
 
-    def with_null_keys(self, effective: list[str], inside: Parts) -> Iterator[Parts]:
-        """Yield sets of parts with learned keys, which leave no weight of 1 to a token that is alone."""
-        for null in self.null_keys():
-            rest = [group for group in effective if not {*self.groups[group]} & {*null.paths}]
+    def sees_queries(self) -> bool:
+        """Return True if a query changes the outputs of others, although the keys are those of a context."""
+        if "cross" not in self.adapter.features or self.adapter.widths[0] != self.adapter.widths[1]:
+            return False
+        x = self.adapter.draw(self.generator, 2, 3, 4)
+        query = x.query.clone()
+        query[:, 0] += torch.linspace(-2, 3, query.shape[-1])
+        changed = self.adapter.changed_queries(x, self.adapter.replace_sequences(x, query=query))
+        return changed is not None and bool(changed[1:].all())
+
+    def with_more_keys(self, effective: list[str], inside: Parts) -> Iterator[Parts]:
+        """Yield sets of parts with further keys, which leave no weight of 1 to a token that is alone."""
+        learned: list[Parts] = [(null,) for null in self.null_keys()]
+        if self.sees_queries():
+            learned = [(OwnKeys(), *null) for null in [(), *learned]]
+        for more in learned:
+            used = {path for part in more for path in part.paths}
+            rest = [group for group in effective if not {*self.groups[group]} & used]
             inner = [x for x in rest if self.names_query_or_key(x) or not any(self.outer_options(x))]
             around = list(islice(self.surroundings([x for x in rest if x not in inner]), MOST_SURROUNDINGS))
             scores = list(islice(self.score_parts(inner), MOST_SURROUNDINGS))
             for outside, parts in islice(ranked([around, scores]), MOST_WITH_NULL_KEYS):
-                yield (*outside, null, *parts, *inside)
-                yield (*outside, *parts, null, *inside)
+                yield (*outside, *more, *parts, *inside)
+                yield (*outside, *parts, *more, *inside)
 
     # -- scores ------------------------------------------------------------------------------------
 
