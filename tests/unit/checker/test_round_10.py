@@ -381,7 +381,21 @@ class TimesScore(Capped):
         return scores * (scores / self.softcap).tanh()
 
 
+class AfterSoftmax(Layer):
+    """Causal attention to texts of at most block_size tokens."""
+
+    def __init__(self, dim: int = 24, block_size: int = 16) -> None:
+        super().__init__(dim)
+        self.register_buffer("tril", past(block_size, block_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        (q, k, v), t = self.heads(x), x.shape[1]
+        weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        return self.merge(weights.masked_fill(~self.tril[:t, :t], 0.0), v)
+
+
 WRONG = [
+    (AfterSoftmax, ["masked-after-softmax"]),
     (Tiled, ["key-heads-tiled"]),
     (GateReshaped, ["gate-reshaped"]),
     (SlotsHidden, ["window-slots-hidden"]),

@@ -96,7 +96,9 @@ def find_parts(adapter: AttentionAdapter) -> None:
     # The keys of a loop over chunks must fill more than one chunk.
     chunks = Numbers(adapter).named_like(r"(?:^|_)(?:chunk|block|tile)(?:s|_?size|_?len|$)").values()
     sizes_of_windows += [int(n) for n in chunks if n == int(n) and 2 <= n <= 64]
-    adapter.length = max([adapter.length, *(size + 3 for size in sizes_of_windows)])
+    longer = max([adapter.length, *(size + 3 for size in sizes_of_windows)])
+    if adapter.attempt(adapter.draw(torch.Generator().manual_seed(SEED), t=longer, s=longer)) is not None:
+        adapter.length = longer  # a block may be the longest text
     add_idle_scales(adapter)
     if adapter.unknown or select(adapter.parts, RotaryPositions) or POSITIONS & set(adapter.arguments):
         return
