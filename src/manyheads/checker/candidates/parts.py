@@ -628,7 +628,8 @@ class Search:
         places = [("heads", role) for role in roles if n in (1, d)]
         if n in self.adapter.widths[:2] and "cross" in self.adapter.features:
             places += [("input", role) for role in roles if role != "qk"]
-        places += [(place, role) for place in ("width", "heads") for role in wide]
+        order = ("width", "heads") if len(shape) == 1 else ("heads", "width")
+        places += [(place, role) for place in order for role in wide]
         yield from self.norms(paths, places)
         if n in (1, h) and len(paths) == 1:
             has_exponential = re.search(r"\bexp\(", self.adapter.description.source)
