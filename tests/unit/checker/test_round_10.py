@@ -410,3 +410,38 @@ WRONG = [
 @pytest.mark.parametrize(("module", "names"), WRONG)
 def test_a_wrong_module_is_named(module: type, names: list[str]) -> None:
     assert bugs(checker.check(module)) == names
+
+
+# -- what can't be judged --------------------------------------------------------------------------
+
+
+class Edges(Layer):
+    """Causal attention to one packed sequence, x [1, t, e].
+
+    edges: optional, where the packed segments end, after a 0 (cumulative lengths).
+    """
+
+    def __init__(self, dim: int = 24, shift: int = 0) -> None:
+        super().__init__(dim)
+        self.shift = shift
+
+    def forward(self, x: Tensor, edges: Tensor | None = None) -> Tensor:
+        (q, k, v), t = self.heads(x), x.shape[1]
+        visible = past(t, t)
+        if edges is not None:
+            segment = torch.bucketize(torch.arange(t) + self.shift, edges, right=True)
+            visible = visible & (segment[:, None] == segment)
+        scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf)
+        return self.merge(scores.softmax(-1), v)
+
+
+def test_documented_segments_are_asked_for() -> None:
+    report = checker.check(Edges)
+    assert report.verdict == "not judged"
+    assert "--arg edges=ROLE" in str(report).replace("\n", " ").replace("  ", " ")
+
+
+@pytest.mark.parametrize(("shift", "verdict"), [(0, "passed"), (1, "failed")])
+def test_their_role_lets_the_check_go_on(shift: int, verdict: str) -> None:
+    report = checker.check(Edges, init={"shift": shift}, args={"edges": "cumulative-lengths"})
+    assert report.verdict == verdict, str(report)

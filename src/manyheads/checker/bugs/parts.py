@@ -376,7 +376,7 @@ BUGS: list[PartBug] = [
     PartBug("cap-missing", "without its cap of the scores", CAP, Softcap, without),
     PartBug("gate-activation", "whose gate has no sigmoid, or another activation than it says", "multiply by torch.sigmoid(gate)", Gate,
         changed(function=[*ACTIVATIONS])),
-    PartBug("gate-reshaped", "whose gates [b, t, h, d] are reshaped to [b, h, t, d] without a transpose", "gate.transpose(1, 2) swaps the axes; a reshape mixes tokens and heads", Gate,
+    PartBug("gate-reshaped", "whose gates [b, t, h, d] are reshaped to [b, h, t, d] without a transpose", "a reshape mixes tokens and heads: swap the second and third axis of [b, t, h, d]", Gate,
         changed(is_reshaped=True)),
     PartBug("gate-missing", "without its gate", "multiply by torch.sigmoid(gate)", Gate, without),
     PartBug("residual-missing", "without its residual connection", "add the input to the output", Residual, without),

@@ -377,7 +377,8 @@ class AttentionAdapter(Adapter):
         starts = torch.rand(x.b, x.s, generator=g) < 0.4
         starts[0, 1:2] = True
         segments = starts.cumsum(1)
-        return x.but(keep=(segments[:, :, None] == segments[:, None])[:, None])
+        keep = (segments[:, :, None] == segments[:, None])[:, None]
+        return x.but(keep=self.first_shared(keep))
 
     def random_padding(self, x: Inputs, g: torch.Generator, _: bool = False) -> Inputs:
         """Return x with padding at the end and, unless given as lengths, elsewhere except the first token.
