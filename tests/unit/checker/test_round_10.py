@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from manyheads import checker
 from manyheads.checker.candidates.documentation import read_mask, says_vectors
+from manyheads.checker.parts import select_buckets
 from tests.unit.checker.test_round_8 import Layer, bugs, past
 
 pytestmark = pytest.mark.usefixtures("quick", "one_thread")
@@ -394,7 +395,23 @@ class AfterSoftmax(Layer):
         return self.merge(weights.masked_fill(~self.tril[:t, :t], 0.0), v)
 
 
+class SharedBucket(Layer):
+    """Attention with T5's relative bias."""
+
+    def __init__(self, dim: int = 24) -> None:
+        super().__init__(dim)
+        self.relative_attention_bias = nn.Embedding(16, self.num_heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (q, k, v), at = self.heads(x), torch.arange(x.shape[1])
+        distance = at - at[:, None]
+        index = select_buckets(distance.clamp_max(0), 16, 128, True) + (distance > 0) * 8
+        bias = self.relative_attention_bias(index).permute(2, 0, 1)
+        return self.merge((q @ k.mT / q.shape[-1] ** 0.5 + bias).softmax(-1), v)
+
+
 WRONG = [
+    (SharedBucket, ["buckets-future-shared"]),
     (AfterSoftmax, ["masked-after-softmax"]),
     (Tiled, ["key-heads-tiled"]),
     (GateReshaped, ["gate-reshaped"]),
