@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -290,15 +290,32 @@ class NoWindow(Part):
 
 @dataclass(frozen=True)
 class Bias(Part):
-    """The base class of biases that are added to the scores."""
+    """The base class of biases that are added to the scores.
+
+    Attributes:
+        is_scaled: Whether the bias is added before the scores are scaled.
+        ends_together: Whether the last query has the position of the last key of a context.
+    """
+
+    is_scaled: bool = field(default=False, kw_only=True)
+    ends_together: bool = field(default=False, kw_only=True)
+
+    def positions(self, oracle: Attention) -> tuple[Tensor, Tensor]:
+        """Return the positions of queries `[t, 1]` and keys `[1, s]`."""
+        (i, j), x = oracle.positions(), oracle.x
+        return (i + x.s - x.t if self.ends_together and not x.offset else i), j
 
     def compute(self, oracle: Attention) -> Tensor:
-        """Return the bias, `[h, t, s]`."""
+        """Return the bias, `[h, t, s]` or `[b, h, t, s]`."""
         raise NotImplementedError
 
     def wrappers(self) -> Wrappers:
         """Return the wrapper that adds the bias."""
-        return {"add_bias": lambda o, step, scores: step(scores) + self.compute(o)}
+
+        def add(oracle: Attention, step: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
+            return step(scores) + self.compute(oracle) * (oracle.scale() if self.is_scaled else 1)
+
+        return {"add_bias": add}
 
 
 @dataclass(frozen=True)
@@ -312,7 +329,6 @@ class TableBias(Bias):
         max_distance: The distance from which all distances share a bucket.
         is_bidirectional: Whether future keys have buckets of their own.
         sign: 1 for distances j − i, −1 for i − j.
-        is_scaled: Whether the bias is added before the scores are scaled.
         window: The numbers of tokens of a window by axis, such as those of rows and columns.
         shift: The number of rows and columns by which the tokens are rolled before.
         strides: The factor of the distance on each axis, by default those of a table of all distances.
@@ -323,7 +339,6 @@ class TableBias(Bias):
     max_distance: int = 128
     is_bidirectional: bool = False
     sign: int = 1
-    is_scaled: bool = False
     window: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
     shift: int = 0
@@ -335,8 +350,8 @@ class TableBias(Bias):
 
     def compute(self, oracle: Attention) -> Tensor:
         """Return the bias, `[h, t, s]`."""
-        table, (i, j) = read(oracle, self.path), oracle.positions()
-        table, h = table * (oracle.scale() if self.is_scaled else 1), oracle.q.shape[1]
+        table, (i, j) = read(oracle, self.path), self.positions(oracle)
+        h = oracle.q.shape[1]
         if self.kind == "positions":
             table = table.reshape(-1, *table.shape[-2:])
             return table[:, i.clamp_max(table.shape[-2] - 1), j.clamp_max(table.shape[-1] - 1)]
@@ -451,7 +466,38 @@ class Alibi(Bias):
         return torch.cat((self.powers(power), self.powers(2 * power)[::2][: h - power]))
 
     def __str__(self) -> str:
-        return f"ALiBi with {f'the slopes `{self.path}`' if self.path else 'slopes that are powers of two'}"
+        slopes = f"the slopes `{self.path}`" if self.path else "slopes that are powers of two"
+        return f"ALiBi with {slopes}{', added before the scale' * self.is_scaled}"
+
+
+@dataclass(frozen=True)
+class RelativeKeys(Bias):
+    """Learned vectors of distances, multiplied by queries as keys are (Shaw et al. 2018, arXiv:1803.02155).
+
+    They are added before the scale.
+
+    Attributes:
+        path: The table of the vectors, `[2 n + 1, d]`, for distances up to n on both sides.
+        sign: 1 for distances j − i, −1 for i − j.
+        roles: "q", or "qk" if keys are multiplied by them too.
+    """
+
+    path: str
+    sign: int = 1
+    roles: str = "q"
+
+    def compute(self, oracle: Attention) -> Tensor:
+        """Return the products, scaled, `[b, h, t, s]`."""
+        table, (i, j) = read(oracle, self.path), self.positions(oracle)
+        n = table.shape[0] // 2
+        vectors = table[(self.sign * (j - i)).clamp(-n, n) + n]
+        bias = torch.einsum("bhtd,tsd->bhts", oracle.q, vectors)
+        if "k" in self.roles:
+            bias = bias + torch.einsum("bhsd,tsd->bhts", oracle.k, vectors)
+        return bias * oracle.scale()
+
+    def __str__(self) -> str:
+        return f"{NAMES[self.roles]} times learned vectors `{self.path}` by distances"
 
 
 # -- scores ----------------------------------------------------------------------------------------
@@ -572,8 +618,10 @@ class NullKeys(Part):
             return torch.cat((scores[..., :n], step(scores[..., n:])), -1)
 
         def show(oracle: Attention, step: Callable[[], Tensor | None]) -> Tensor | None:
-            visible, n = step(), oracle.raw_scores.shape[-1] - oracle.x.s
-            return None if visible is None else torch.nn.functional.pad(visible, (n, 0), value=True)
+            visible, n = step(), oracle.raw_scores.shape[-1]
+            if visible is None:
+                return None
+            return torch.nn.functional.pad(visible, (n - visible.shape[-1], 0), value=True)
 
         return {
             "encode_heads": add,
@@ -584,6 +632,26 @@ class NullKeys(Part):
 
     def __str__(self) -> str:
         return f"learned keys and values `{'` and `'.join(self.paths)}`, always visible"
+
+
+@dataclass(frozen=True)
+class OwnKeys(Part):
+    """The queries' tokens are keys too, after the context's (Alayrac et al. 2022, arXiv:2204.14198)."""
+
+    def wrappers(self) -> Wrappers:
+        """Return the wrappers that add keys and values, and leave them out of masks."""
+
+        def add(oracle: Attention, step: Callable[[str], Tensor], role: str) -> Tensor:
+            return step(role) if role == "q" else torch.cat((step(role), oracle.source("q")), -2)
+
+        def show(oracle: Attention, step: Callable[[], Tensor | None]) -> Tensor | None:
+            visible = step()
+            return None if visible is None else torch.nn.functional.pad(visible, (0, oracle.x.t), value=True)
+
+        return {"source": add, "combine_masks": show}
+
+    def __str__(self) -> str:
+        return "keys of the context and of the queries' own tokens"
 
 
 # -- around attention ------------------------------------------------------------------------------
@@ -598,7 +666,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "GELU": torch.nn.functional.gelu,
     "identity": lambda x: x,
 }
-GATES = ("sigmoid", "SiLU", "2 · sigmoid")  # activations of gates; others are bugs
+GATE_FUNCTIONS = ("sigmoid", "SiLU", "2 · sigmoid")  # activations of gates; others are bugs
 
 
 @dataclass(frozen=True)
@@ -610,12 +678,14 @@ class Gate(Part):
         bias: The parameter with its bias, or "".
         function: The activation, one of ACTIVATIONS.
         place: "merged" or "output".
+        is_reshaped: Whether gates [b, t, h, d] become [b, h, t, d] without a transpose, which is a bug.
     """
 
     weight: str
     bias: str = ""
     function: str = "sigmoid"
     place: str = "merged"
+    is_reshaped: bool = False
 
     def wrappers(self) -> Wrappers:
         """Return the wrapper of the gated step."""
@@ -623,6 +693,9 @@ class Gate(Part):
         def apply(oracle: Attention, step: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
             gate = oracle.source("q") @ read(oracle, self.weight).mT
             gate = ACTIVATIONS[self.function](gate + read(oracle, self.bias) if self.bias else gate)
+            if self.is_reshaped:
+                b, h, t, _ = oracle.q.shape
+                gate = gate.reshape(b, h, t, -1).transpose(1, 2).flatten(2)
             return step(x) * gate.repeat_interleave(x.shape[-1] // gate.shape[-1], -1)
 
         return {"gate" if self.place == "merged" else "finish": apply}

@@ -22,6 +22,8 @@ BUGS: dict[str, Bug] = {bug.name: bug for bug in (
         "mask the cached keys j ≤ i − window in a step of one token too, or drop them from the cache"),
     Bug("window-trimmed", "whose cache is cut to the window, or overwritten, before a step of several tokens attends to it, so that the first of them lose keys of their windows",
         "cut or overwrite the cache after the step, or keep the last window − 1 tokens before the step's first one"),
+    Bug("window-slots-hidden", "whose rolling cache hides the slots after the current one, which have the older tokens of its window once all slots were used",
+        "mask slots by the positions that are stored in them, not by their numbers"),
     Bug("positions-restart", "whose positions ignore the cache, so that each step begins at position 0",
         "add the number of cached tokens to the positions of queries and keys"),
     Bug("positions-by-length", "that reuses something computed for an earlier step of the same length, such as positions",

@@ -30,6 +30,7 @@ from manyheads.checker.parts import (
     Norm,
     NoWindow,
     Part,
+    RelativeKeys,
     Residual,
     RotaryPositions,
     Scale,
@@ -37,6 +38,7 @@ from manyheads.checker.parts import (
     Softcap,
     TableBias,
     Window,
+    read,
 )
 
 Replacement = tuple[Part, ...]
@@ -200,8 +202,13 @@ def cap_elsewhere(part: Softcap) -> list[Replacement]:
 
 
 def cap_without_product(part: Softcap) -> list[Replacement]:
-    """Return a cap that doesn't multiply, doesn't divide, or neither."""
-    functions = (lambda x: (x / part.cap).tanh(), lambda x: part.cap * x.tanh(), lambda x: x.tanh())
+    """Return a cap that doesn't multiply, doesn't divide, or neither, or that multiplies by the score."""
+    functions = (
+        lambda x: (x / part.cap).tanh(),
+        lambda x: part.cap * x.tanh(),
+        lambda x: x.tanh(),
+        lambda x: x * (x / part.cap).tanh(),
+    )
     return wrong(*(transform(cap_scores=lambda o, x, f=f: f(x)) for f in functions))
 
 
@@ -229,6 +236,18 @@ def window_index(part: TableBias) -> list[Replacement]:
     return [(replace(part, strides=(*each, 1)),) for each in tried if [*each, 1] != natural]
 
 
+def shared_future(part: TableBias) -> list[Replacement]:
+    """Return T5's bias of both directions with one bucket for all later keys."""
+
+    def share(oracle: Attention, bias: Tensor) -> Tensor:
+        i, j = part.positions(oracle)
+        table = read(oracle, part.path)
+        table = table if table.shape[-1] == bias.shape[-3] else table.mT
+        return torch.where(j > i, table[table.shape[0] // 2][:, None, None], bias)
+
+    return changed_bias(part, share) if part.kind == "buckets" and part.is_bidirectional else []
+
+
 def bias_without_heads(part: Bias) -> list[Replacement]:
     """Return the bias of the first head for all heads, or with the heads in reverse."""
     return changed_bias(part, lambda o, bias: bias[:1], lambda o, bias: bias.flip(0))
@@ -237,11 +256,6 @@ def bias_without_heads(part: Bias) -> list[Replacement]:
 def reshaped_bias(part: Bias) -> list[Replacement]:
     """Return the bias [t, s, h], reshaped rather than permuted to [h, t, s]."""
     return changed_bias(part, lambda o, bias: bias.movedim(0, -1).reshape(bias.shape))
-
-
-def scaled_bias(part: Bias) -> list[Replacement]:
-    """Return the bias multiplied by the scale of the scores."""
-    return changed_bias(part, lambda o, bias: bias * o.scale())
 
 
 # -- norms, gates, residuals -----------------------------------------------------------------------
@@ -313,6 +327,8 @@ BUGS: list[PartBug] = [
         lambda part: [(part.window,)]),
     PartBug("window-both-sides", "whose window reaches into the future too", WINDOW, Window,
         lambda part: [(replace(part, kind="both sides"), Wrong(override(causal_mask=lambda o: None)))]),
+    PartBug("window-one-sided", "whose window limits earlier keys alone, although it isn't causal", "compare the distance without its sign: (i − j).abs() < window", Window,
+        lambda part: changed(kind="sliding")(part) if part.kind == "both sides" else []),
     PartBug("window-inverted", "that masks what is inside its window", WINDOW, Window,
         lambda part: wrong(wrap(masks=lambda o, step: [*step(), ~part.visible(*o.positions())]))),
     PartBug("window-wraps", "whose shifted windows let pixels from opposite sides of the image attend to each other", "number the regions between the slices of rows and of columns, and mask pairs of tokens of different numbers: img_mask[:, rows, columns, :] of an image [b, h, w, e]",
@@ -336,17 +352,22 @@ BUGS: list[PartBug] = [
     PartBug("bias-transposed", "whose relative bias has queries and keys exchanged", RELATIVE, TableBias, transposed_bias),
     PartBug("bias-heads-mixed", "whose relative bias is that of another head", RELATIVE, TableBias, bias_without_heads),
     PartBug("bias-reshaped", "whose relative bias is reshaped from [t, s, h] to [h, t, s] rather than permuted", "permute the axes of the table's [t, s, h] so that it is added to scores [b, h, t, s]: bias.view(t, s, h).permute(2, 0, 1)", TableBias, reshaped_bias),
-    PartBug("bias-scaled", "that scales its relative bias along with the scores", RELATIVE, TableBias, scaled_bias),
+    PartBug("bias-scaled", "that scales its relative bias along with the scores", RELATIVE, TableBias, changed(is_scaled=True)),
     PartBug("bias-missing", "without its relative bias", RELATIVE, TableBias, without),
+    PartBug("vectors-transposed", "whose vectors of distances are those of the opposite distances", "one order of distances for the table and its index: i − j or j − i, shifted by the largest distance", RelativeKeys,
+        lambda part: changed(sign=-part.sign)(part)),
+    PartBug("vectors-missing", "without its vectors of distances", "add the product of queries and the vectors of distances to the scores, before the scale", RelativeKeys, without),
     PartBug("window-index", "whose relative bias has the wrong index: other distances share an entry", "distance of rows times 2 · columns − 1, plus distance of columns; in a volume, of layers times (2 · rows − 1)(2 · columns − 1)",
         TableBias, window_index),
     PartBug("buckets-bidirectional", "that uses T5's buckets of both directions in a causal layer, or those of one direction in a layer that isn't causal",
         "bidirectional=False in a causal layer (a decoder), True in others", TableBias,
         lambda part: changed(is_bidirectional=not part.is_bidirectional)(part) if part.kind == "buckets" else []),
+    PartBug("buckets-future-shared", "whose later keys all share a bucket of T5's, whatever their distance", "take the distance without its sign before the buckets: relative_position.abs()",
+        TableBias, shared_future),
     PartBug("alibi-sign", "whose ALiBi raises the scores of far keys rather than lowering them", "subtract slope · (i − j)", Alibi, changed(sign=1)),
     PartBug("alibi-slopes", "whose ALiBi slopes are wrong", "head n of h has the slope 2^(−8n/h), n from 1", Alibi,
         lambda part: [] if part.path else [*changed(start=0)(part), *changed(exponent=[4.0, 16.0, 1.0])(part), *bias_without_heads(part)]),
-    PartBug("alibi-scaled", "that scales its ALiBi bias along with the scores", RELATIVE, Alibi, scaled_bias),
+    PartBug("alibi-scaled", "that scales its ALiBi bias along with the scores", RELATIVE, Alibi, changed(is_scaled=True)),
     PartBug("alibi-missing", "without its ALiBi bias", RELATIVE, Alibi, without),
     PartBug("cap-elsewhere", "that caps its scores after the mask or the softmax, or before the scale", CAP, Softcap, cap_elsewhere),
     PartBug("cap-unscaled", "whose cap doesn't multiply by the cap, or doesn't divide by it", CAP, Softcap, cap_without_product),
@@ -355,6 +376,8 @@ BUGS: list[PartBug] = [
     PartBug("cap-missing", "without its cap of the scores", CAP, Softcap, without),
     PartBug("gate-activation", "whose gate has no sigmoid, or another activation than it says", "multiply by torch.sigmoid(gate)", Gate,
         changed(function=[*ACTIVATIONS])),
+    PartBug("gate-reshaped", "whose gates [b, t, h, d] are reshaped to [b, h, t, d] without a transpose", "a reshape mixes tokens and heads: swap the second and third axis of [b, t, h, d]", Gate,
+        changed(is_reshaped=True)),
     PartBug("gate-missing", "without its gate", "multiply by torch.sigmoid(gate)", Gate, without),
     PartBug("residual-missing", "without its residual connection", "add the input to the output", Residual, without),
     PartBug("residual-normalized", "whose residual connection adds the normalized input", "add the input as it was before the norm", Residual,

@@ -87,6 +87,14 @@ def mix_chunks(oracle: Attention, weights: Tensor, size: int) -> Tensor:
     return (weights * excess).nan_to_num(0.0) @ oracle.v
 
 
+def softmax_with_unshifted_sink(oracle: Attention, scores: Tensor) -> Tensor:
+    """Subtract the row's maximum, that of the sink included, from the scores alone."""
+    if (sink := oracle.sink()) is None:
+        return scores.softmax(-1)
+    exp = (scores - torch.maximum(scores.amax(-1, keepdim=True), sink)).exp()
+    return exp / (exp.sum(-1, keepdim=True) + sink.exp())
+
+
 def give_sink_to_key(weights: Tensor, key: int) -> Tensor:
     """Add the weight of the sink to the weight of a key."""
     return weights.index_add(-1, torch.tensor([key]), 1 - weights.sum(-1, keepdim=True))
@@ -120,6 +128,8 @@ BUGS = [
         "use torch.softmax, or subtract each query's largest score from its scores before exp",
         override(softmax=softmax_without_maximum), override(softmax=lambda o, scores: softmax_without_maximum(o, scores - scores.max()))),
     Bug("sink-left-out", "whose sink takes no part in the softmax", SINK, override(softmax=lambda o, scores: scores.softmax(-1))),
+    Bug("sink-unshifted", "whose sink isn't shifted by the row's maximum as its scores are, so that its share is wrong", "exp(sink - highest) beside exp(scores - highest)",
+        override(softmax=softmax_with_unshifted_sink)),
     Bug("sink-as-key", "whose sink's share of the weight goes to the first key", SINK,
         transform(softmax=lambda o, weights: give_sink_to_key(weights, 0)),
         transform(softmax=lambda o, weights: give_sink_to_key(weights, o.x.s - 1))),

@@ -114,9 +114,9 @@ class AttentionAdapter(Adapter):
                 self.defaults.append(arg.name)  # is_causal of PyTorch's layer only hints at what the mask is
             elif role in MASKS:
                 self.masks[arg.name] = role
-            elif role is not None and role not in self.arguments:
+            elif role is not None and role not in ("residual", *self.arguments):
                 self.arguments[role] = arg.name
-            elif role == "x" and reason.startswith("--arg"):
+            elif role == "residual" or (role == "x" and reason.startswith("--arg")):
                 self.copies.append(arg.name)
             elif arg.required:
                 required.append(arg.name)
@@ -174,7 +174,7 @@ class AttentionAdapter(Adapter):
         random |= randomize(self.parameters, projections.unused)
         self.candidate.load(random)
         self.parameters |= random
-        weights = self._read_weights()
+        weights = self.read_weights()
         if not projections.heads_reason:
             weights = self._count_heads(weights)
         if not projections.heads_reason and (numbers := self._possible_heads(weights)):
@@ -192,7 +192,8 @@ class AttentionAdapter(Adapter):
                 f"together ({reason}). Give --heads N. {NAME_WEIGHTS}."
             ) from None
 
-    def _read_weights(self) -> Weights:
+    def read_weights(self) -> Weights:
+        """Read the projections from the parameters, in each order in which they may be packed."""
         packings = self.projections.read(self.parameters)
         self.packings = [*packings]
         self.widths = input_widths(packings[0])
@@ -219,7 +220,7 @@ class AttentionAdapter(Adapter):
             return weights
         self.projections.heads = self.projections.key_heads = h
         self.projections.heads_reason = "the shape of its returned weights"
-        return self._read_weights()
+        return self.read_weights()
 
     @property
     def roles(self) -> list[Role]:
@@ -376,7 +377,8 @@ class AttentionAdapter(Adapter):
         starts = torch.rand(x.b, x.s, generator=g) < 0.4
         starts[0, 1:2] = True
         segments = starts.cumsum(1)
-        return x.but(keep=(segments[:, :, None] == segments[:, None])[:, None])
+        keep = (segments[:, :, None] == segments[:, None])[:, None]
+        return x.but(keep=self.first_shared(keep))
 
     def random_padding(self, x: Inputs, g: torch.Generator, _: bool = False) -> Inputs:
         """Return x with padding at the end and, unless given as lengths, elsewhere except the first token.
@@ -438,7 +440,8 @@ class AttentionAdapter(Adapter):
         if "bias" in features:
             x = self.draw(g, b, t, s)
             calls["added"] = x.but(bias=torch.randn(x.t, x.s, generator=g))
-        if {"positions", *ANGLES} & arguments:
+        fills = self.cache is not None and self.cache.is_filled_by_position
+        if {"positions", *ANGLES} & arguments and not fills:
             x = self.draw(g, b, t, s)
             steps = torch.randint(1, 4, (x.b, x.s), generator=g)
             letters = [self.position_letters if "positions" in arguments else "bs"]

@@ -36,7 +36,7 @@ LENGTH = 32  # tokens for which a cache of a fixed size is made
 ATTRIBUTES = Call(("__dict__",), function=".__getattribute__")
 TRIAL = (5, 1, 1)  # the lengths of the steps in which each way to use a cache is tried
 RESET = re.compile(r"(?:reset|clear|empty|flush|free|forget|drop)(?:_\w*(?:cache|kv|state|past|mem)\w*)?")
-SET_UP = re.compile(r"(?:set_?up|init|enable|alloc\w*|make|create|build)_\w*(?:cache|kv)\w*")
+SET_UP = re.compile(r"(?:set_?up|init|enable|alloc\w*|make|create|build|new|empty)_\w*(?:cache|kv)\w*")
 METHOD = re.compile(rf"{SET_UP.pattern}|(?:reset|clear|empty)_\w*(?:cache|kv|past)\w*")
 STORED = re.compile(r"\w*(?:cache\w*_[kv]|[kv]_cache|kv_?cache|cached?_(?:kv|key|value)|past_?[kv])\w*|past")
 
@@ -78,6 +78,7 @@ class Cache:
         mask_length: The number of keys of the causal mask that steps pass; 0 for the tokens so far, None
             for no mask.
         masks_all: Whether masks of keys have the cached tokens too, and not those of the step alone.
+        omits_masks: Whether steps without padding pass no mask of it.
         is_causal: Whether steps are causal although calls without the cache aren't.
     """
 
@@ -90,6 +91,7 @@ class Cache:
     shares_positions: bool = False
     mask_length: int | None = None
     masks_all: bool = True
+    omits_masks: bool = False
     is_causal: bool = False
 
     @property
@@ -114,6 +116,11 @@ class Cache:
         """The names of arguments that tell steps with a cache from other calls."""
         roles = ("return-cache", "start", "positions") if self.passes_positions else ("return-cache",)
         return [self.adapter.arguments[role] for role in roles if role in self.adapter.arguments]
+
+    @property
+    def is_filled_by_position(self) -> bool:
+        """Return True if calls with positions fill the candidate: those that skip slots attend to zeros."""
+        return not self.is_outside and self.passes_positions and bool(PLACES & set(self.adapter.arguments))
 
     @property
     def can_restart(self) -> bool:
@@ -210,7 +217,8 @@ class Cache:
             keys = torch.arange(self.mask_length or end)
             fields["keep"] = (keys <= torch.arange(start, end)[:, None]).expand(x.b, 1, -1, -1)
         if x.padding is not None:
-            fields["padding"] = x.padding[:, 0 if self.masks_all else start : end]
+            padding = x.padding[:, 0 if self.masks_all else start : end]
+            fields["padding"] = None if self.omits_masks and bool(padding.all()) else padding
         tokens = self.adapter.place(step.but(**fields), torch.arange(start, end).expand(x.b, -1))
         return tokens if self.passes_positions else tokens.but(positions=None)
 
@@ -444,9 +452,9 @@ def passed_caches(adapter: AttentionAdapter, functions: Functions) -> Iterator[t
         may_be = is_documented or re.search("cache|kv", cls, re.I)
         if may_be and fill(adapter, functions[cls], 1) is not None:
             yield Cache(adapter, made_by(adapter, cls, functions[cls]), passed={name: 0}), is_documented
-    makes: list[Make] = []
+    makes = [made_by(adapter, path, functions[path]) for path in find_set_ups(adapter, functions)]
     if f"{name}.update(" in source or name.startswith("past_key_value") or re.search(r"\bCache\b", text):
-        makes = [calls_of("transformers:DynamicCache"), make_static]
+        makes += [calls_of("transformers:DynamicCache"), make_static]
     keys = re.findall(rf"\b{name}\[['\"](\w+)['\"]\]", source)
     makes += [calls_of("builtins:dict"), calls_of("builtins:dict", **dict.fromkeys(keys))]
     makes += [calls_of("builtins:list", []), calls_of("builtins:list", [None, None])]
@@ -544,7 +552,7 @@ def is_cache(part: Any) -> bool:
 def inner_caches(adapter: AttentionAdapter, functions: Functions) -> Iterator[Cache]:
     """Yield caches inside of the candidate: with each method or attribute that may turn it on."""
     fillable = {name: each for name, each in functions.items() if fill(adapter, each, 1) is not None}
-    set_ups = [name for name in fillable if SET_UP.fullmatch(name.rpartition(".")[2])]
+    set_ups = find_set_ups(adapter, functions)
     makes: list[Make] = [lambda b: (), *(made_by(adapter, name, fillable[name]) for name in set_ups)]
     named = {name: value for name, value in read_attributes(adapter).items() if "cache" in name}
     makes += [calls_of(".__setattr__", name, True) for name, value in named.items() if value is False]
@@ -552,6 +560,12 @@ def inner_caches(adapter: AttentionAdapter, functions: Functions) -> Iterator[Ca
         for cls in (cls for cls in fillable if re.fullmatch(r"\w*(?:cache|kv)\w*", cls, re.I)):
             makes.append(assign(name, made_by(adapter, cls, fillable[cls])))
     yield from (Cache(adapter, make, find_reset(adapter, functions)) for make in makes)
+
+
+def find_set_ups(adapter: AttentionAdapter, functions: Functions) -> list[str]:
+    """Return the methods that set up a cache, or return a new one, and whose arguments are known."""
+    named = [name for name in functions if SET_UP.fullmatch(name.rpartition(".")[2])]
+    return [name for name in named if name[0] == "." and fill(adapter, functions[name], 1) is not None]
 
 
 def find_reset(adapter: AttentionAdapter, functions: Functions) -> tuple[Call, ...]:

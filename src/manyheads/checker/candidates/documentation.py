@@ -35,7 +35,7 @@ SHAPE = re.compile(rf"[\[(] ?{SIZE}(?:, ?{SIZE})+,? ?[\])]|[\[(]\w[\])]|\b\w+(?:
 LETTERS = {  # the letters of shapes, by the names of axes in documentation
     **dict.fromkeys(("b", "n", "batch", "batch_size", "bs"), "b"),
     **dict.fromkeys(("t", "q", "l", "tgt_len", "query_len", "length", "seq_len"), "t"),
-    **dict.fromkeys(("query_length", "q_len", "queries", "tokens", "seq", "sequence_length"), "t"),
+    **dict.fromkeys(("query_length", "q_len", "queries", "tokens", "seq", "sequence_length", "n_ctx"), "t"),
     **dict.fromkeys(("seq_q", "len_q", "n_q", "tq", "t_q", "lq", "l_q", "target_length"), "t"),
     **dict.fromkeys(("s", "k", "src_len", "key_len", "key_length", "kv_len", "keys"), "s"),
     **dict.fromkeys(("seq_k", "len_k", "n_k", "tk", "t_k", "lk", "l_k", "seq_kv", "source_length"), "s"),
@@ -171,14 +171,14 @@ def mask_polarity(name: str, role: str, kind: str, text: str) -> tuple[bool, str
 
 def is_added(name: str, lines: str, polarity: bool | None) -> bool:
     """Return True if documentation says that a mask is added to the scores."""
-    word, infinity = re.escape(name), r"(?:-\s?(?:inf|∞|1e\d|100(?:00)?\b)|negative infinity|"
-    infinity += (
-        r"(?:the )?(?:lowest|smallest|most negative|large(?:st)? negative) (?:number|value|float)|finfo)"
-    )
+    word, infinity = re.escape(name), r"(?:-\s?(?:inf|∞|1e\d|100(?:00)?\b)|negative infinity|finfo|"
+    infinity += r"(?:the )?(?:lowest|smallest|most negative) (?:number|value|float)|(?:large|very) negative)"
+    if re.search(rf"\b{word}\b[^.]{{0,60}}\badditive\b|\badditive {word}\b", lines, re.I):
+        return True
     if not re.search(infinity, lines) and polarity is not None:
         return False
     pattern = (
-        rf"\b{word}\b[^.]{{0,60}}\b(?:added|additive)\b|\badditive {word}\b|"
+        rf"\b{word}\b[^.]{{0,60}}\badded\b|"
         rf"\b{word}\b[^.;]*\badded to (?:the |its )?(?:\w+ )?(?:scores|logits|weights)\b|"
         rf"\b{word}\b.{{0,60}}\b0(?:\.0?)?\b[^;\n]{{0,40}}{infinity}"
     )
@@ -189,8 +189,8 @@ def read_shapes(name: str, lines: str, text: str) -> set[str]:
     """Return the shapes of a mask in letters, without those of groups of tokens, such as K of 3 * K."""
     shapes = set()
     for following in re.findall(rf"\b{re.escape(name)}\b([^;]*)", lines):
-        for inside in re.findall(r"[\[(]([\w, ]+)[\])]", following):
-            axes = [axis.strip().lower().replace(" ", "_") for axis in inside.split(",")]
+        for inside in re.findall(r"[\[(]([\w, >=≥]+)[\])]", following):
+            axes = [axis.strip(" >=≥").lower().replace(" ", "_") for axis in inside.split(",")]
             last = inside.rpartition(",")[2].strip()
             is_of_groups = re.search(rf"\b[2-9] ?\*? ?{re.escape(last)}\b", text)
             if len(axes) > 1 and all(axis in LETTERS for axis in axes) and not is_of_groups:
@@ -208,6 +208,15 @@ def has_queries(lines: str, text: str) -> bool:
     last = {letter: "|".join(axis for axis in LETTERS if LETTERS[axis] == letter) for letter in "ts"}
     queries, keys = (rf"[\[(]\s*(?:b|n|batch\w*)\s*,\s*(?:{last[letter]})\s*[\])]" for letter in "ts")
     return bool(re.search(queries, lines, re.I) and re.search(keys, text, re.I))
+
+
+def says_vectors(name: str, text: str) -> bool:
+    """Return True if documentation says that an argument has a vector for each token."""
+    shape = rf"\b{re.escape(name)}\b(?:=None)?[`: ]*(?:\w+ ){{0,3}}`*[\[(][\w* ]+,[\w* ]+,[\w* ]+[\])]"
+    noun = (
+        rf"\b{re.escape(name)}\b\W{{1,4}}(?:(?!of|for|in|to)\w+[ -]){{0,3}}(?:embedding|vector|encoding)s?\b"
+    )
+    return bool(re.search(shape, text) or re.search(noun, text, re.I))
 
 
 def counts_from_start(kind: str, text: str) -> bool:

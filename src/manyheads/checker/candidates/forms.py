@@ -68,7 +68,7 @@ class MaskForm:
     @property
     def is_shared(self) -> bool:
         """Return True if the batch shares one mask."""
-        return self.letters in ("ts", "1ts")
+        return self.letters in ("ts", "1ts", "cumulative-lengths")
 
     def write(self, keep: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """Write keep `[b, 1, t, s]` or `[b, 1, 1, s]`, True = visible, in this form."""

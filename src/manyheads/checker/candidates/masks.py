@@ -20,6 +20,8 @@ from manyheads.checker.oracle import Inputs
 # Matches names of optional arguments that the candidate can't be judged without.
 INPUT_NAMES = re.compile(r"mask|pos|cache|past|kv|rope|rotary|freq|angle|bias|keep|visible|pad|causal|hid")
 
+INPUT_WORDS = re.compile(r"\b(?:cumulative|segments?|packed|boundar\w+)\b", re.I)  # in their documentation
+
 
 def fill_required_masks(adapter: AttentionAdapter, g: torch.Generator) -> None:
     """Find a form for each required mask argument that can't be None; it is then passed in all calls."""
@@ -164,7 +166,9 @@ def find_mask(adapter: AttentionAdapter, g: torch.Generator, name: str) -> None:
     option = f"--arg {name}="
     is_given = adapter.reasons[name].startswith(option)
     is_known = is_given or names.argument_role(name) is not None
-    if not has_effect and name in adapter.unassigned and not INPUT_NAMES.search(name):
+    lines = documentation.lines_about(name, adapter.text)
+    is_input = INPUT_NAMES.search(name) or INPUT_WORDS.search(lines)
+    if not has_effect and name in adapter.unassigned and not is_input:
         adapter.defaults.append(name)
     elif not has_effect and not is_known and not is_documented:
         adapter.unjudged[name] = (

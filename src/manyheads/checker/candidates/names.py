@@ -24,7 +24,7 @@ CONSTRUCTOR: dict[str, tuple[int | float | bool | str, tuple[str, ...]]] = {
     "the number of heads": (HEADS, ("num_heads", "n_heads", "heads", "n_head", "h", "nhead", "num_attention_heads",
         "nheads", "n_h", "head_count", "number_of_heads", "attention_heads", "num_head", "head_num", "num_of_heads", "nb_heads", "heads_num", "H")),
     "the number of key heads": (GROUPS, ("n_kv_heads", "num_kv_heads", "num_key_value_heads", "kv_heads", "n_groups",
-        "num_groups", "groups", "num_query_groups", "n_kv_head", "g")),
+        "n_query_groups", "num_groups", "groups", "num_query_groups", "n_kv_head", "g")),
     "the width of a head": (KEY_WIDTH, ("head_size", "head_dim", "dim_head", "d_head", "d_k", "key_dim", "dim_k",
         "d_key", "qk_dim", "d_q", "dim_q", "d_qk", "dk", "key_size", "query_size", "head_width", "q_size", "d_kv")),
     "the width of values or of the output": (VALUE_WIDTH, ("value_dim", "d_v", "dim_v", "d_value", "dv", "output_dim",
@@ -87,7 +87,7 @@ CALL: dict[str, tuple[str, ...]] = {
                      "return_intermediates"),
     "bias": ("position_bias", "score_bias", "rel_bias", "relative_bias", "alibi", "alibi_bias"),
     "positions": ("positions", "position_ids", "pos_ids", "position", "pos", "input_pos", "cache_position",
-                  "token_positions", "segment_pos", "token_pos", "pos_idx"),
+                  "token_positions", "input_positions", "segment_pos", "token_pos", "pos_idx"),
     "start": ("start_pos", "offset", "start", "pos_offset", "position_offset", "past_length", "past_len", "cache_len",
               "cur_pos", "past_key_values_length", "start_index", "cache_length", "start_position"),
     "cos-sin": ("position_embeddings", "rotary_emb", "rotary_pos_emb", "rope", "cos_sin", "rotary_embeddings"),
@@ -101,6 +101,7 @@ CALL: dict[str, tuple[str, ...]] = {
                 "attn_logit_softcapping", "score_cap", "softcapping"),
     "window": ("window", "sliding_window", "window_size", "local_window", "attention_window", "attn_window"),
     "head-mask": ("head_mask", "layer_head_mask", "heads_mask", "cross_attn_head_mask", "cross_layer_head_mask"),
+    "residual": ("residual", "res", "skip"),
     "module": ("module",),
 }  # fmt: skip
 

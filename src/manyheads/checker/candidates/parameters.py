@@ -22,6 +22,10 @@ from manyheads.shapes import sizes
 
 Shapes = Mapping[str, tuple[int, ...]]
 PACKED = ("qkv", "kv")
+GATES, GATES_BIAS = (
+    "gate weight",
+    "gate bias",
+)  # of gates in the projection of q, among a candidate's parameters
 NAME_WEIGHTS = "Name the weights with --weights q=...,k=...,v=...,o=... (or qkv=..., kv=...)"
 
 
@@ -46,8 +50,8 @@ class ParameterView:
     piece: tuple[int, int, int] | None = None
     place: tuple[int, int] | None = None
 
-    def read(self, tensors: Mapping[str, Tensor], role: str, heads: int, by_head: bool) -> Tensor:
-        """Return the weight as `[out, in]`, or the bias as `[out]`."""
+    def read(self, tensors: Mapping[str, Tensor], role: str, heads: tuple[int, int], by_head: bool) -> Tensor:
+        """Return the weight as `[out, in]`, or the bias as `[out]`, for numbers of heads and of key heads."""
         values = tensors[self.path]
         if self.piece is not None:
             axis, n, count = self.piece
@@ -61,7 +65,9 @@ class ParameterView:
         values = values.mT if self.transposed else values
         if self.place is not None and by_head:
             n, count = self.place
-            return values.unflatten(0, (heads, count, -1))[:, n].flatten(0, 1)
+            rows = [heads[0] // heads[1], 1, 1][-count:]  # of the head size, for each key head
+            start = sum(rows[:n])
+            return values.unflatten(0, (heads[1], sum(rows), -1))[:, start : start + rows[n]].flatten(0, 2)
         return values if self.rows is None else values[slice(*self.rows)]
 
 
@@ -99,28 +105,38 @@ class Projections:
     def read(self, tensors: Mapping[str, Tensor]) -> list[Weights]:
         """Return the weights for the oracle, in each order in which they may be packed.
 
-        A packed parameter contains all of q, then k, then v; or q, k and v of each head in turn.
+        A packed parameter contains all of q, then k, then v; or q, k and v of each head in turn. A projection
+        of q with twice the head size has gates too, after each head's q, or after all of q.
         """
 
-        def read_order(by_head: bool) -> Weights:
+        def read_order(by_head: bool, gate_by_head: bool = True) -> Weights:
             def read(role: str, views: list[ParameterView]) -> list[Tensor]:
-                return [view.read(tensors, role, self.heads, by_head) for view in views]
+                return [view.read(tensors, role, (self.heads, self.key_heads), by_head) for view in views]
 
             weight = {role: torch.cat(read(role, x), int(role == "o")) for role, x in self.weight.items()}
             bias = {role: torch.cat([*map(Tensor.flatten, read(role, x))]) for role, x in self.bias.items()}
             sink = None if self.sink is None else tensors[self.sink].flatten()
             other = {path: tensors[path] for path in self.unused}
+            q, k, o = (
+                weight[role].shape[n] if role in weight else 0 for n, role in ((0, "q"), (0, "k"), (1, "o"))
+            )
+            if q * self.key_heads == 2 * k * self.heads and q == 2 * o:
+                for x, path in ((weight, GATES), (bias, GATES_BIAS)):
+                    if "q" in x:
+                        x["q"], other[path] = split_gates(x["q"], self.heads, gate_by_head)
             return Weights(self.heads, self.key_heads, weight, bias, sink, other)
 
         packed = {view.path: view.place[1] for views in self.weight.values() for view in views if view.place}
-        is_divided = all(max(tensors[path].shape) % (n * self.heads) == 0 for path, n in packed.items())
-        orders = [False, True] if packed and is_divided and self.heads == self.key_heads else [False]
-        return [read_order(by_head) for by_head in orders]
+        pieces = {2: 2 * self.key_heads, 3: self.heads + 2 * self.key_heads}
+        is_divided = all(max(tensors[path].shape) % pieces[n] == 0 for path, n in packed.items())
+        orders = [False, True] if packed and is_divided else [False]
+        found = [read_order(by_head) for by_head in orders]
+        return found + [read_order(by_head, False) for by_head in orders if GATES in found[0].other]
 
     def count_inputs(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """Return the number of inputs of each parameter with a role, by which random values are scaled."""
         counts = {
-            view.path: view.read(tensors, role, self.heads, False).shape[-1]
+            view.path: view.read(tensors, role, (self.heads, self.key_heads), False).shape[-1]
             for role, views in self.weight.items()
             for view in views
         }
@@ -156,7 +172,8 @@ def find_projections(
         for path, shape in description.parameters.items()
     }
     description, projections = replace(description, parameters=shapes), Projections()
-    paths = assign_roles(description, layers, projections)
+    h, g = (count_heads(description, each, init) for each in (names.NUMBER_OF_HEADS, names.KEY_HEADS))
+    paths = assign_roles(description, layers, projections, 1 + 2 * g / h if g and h else 3)
     weight = paths["weight"]
     per_head = max((len(weight[role]) for role in "qkv" if role in weight), default=1)
     cubes = [shapes[path] for role in ROLES for path in weight.get(role, ()) if len(shapes[path]) == 3]
@@ -225,9 +242,12 @@ def find_projections(
 
 
 def assign_roles(
-    description: Description, layers: Mapping[str, str], projections: Projections
+    description: Description, layers: Mapping[str, str], projections: Projections, parts: float
 ) -> dict[str, dict[str, list[str]]]:
-    """Return the paths of parameters by "weight" or "bias" and by role, heads in order."""
+    """Return the paths of parameters by "weight" or "bias" and by role, heads in order.
+
+    A packed projection has `parts` times as many outputs as there are queries.
+    """
     shapes = description.parameters
     chosen = {path: role for role, layer in layers.items() for path in find_layer(layer, shapes, role)}
     listed = find_listed(shapes)
@@ -246,7 +266,7 @@ def assign_roles(
                 found[path] = meaning
                 projections.reasons[path] = "its place in a list" if path in listed else "its name"
     roles = {role for role, part, _ in found.values() if part == "weight"}
-    if not {"q", "k", "v", *PACKED} & roles and (layer := find_packed(description)):
+    if not {"q", "k", "v", *PACKED} & roles and (layer := find_packed(description, parts)):
         found |= {f"{layer}.{part}": ("qkv", part, None) for part in ("weight", "bias")}
         projections.reasons |= dict.fromkeys((f"{layer}.weight", f"{layer}.bias"), "its shape")
     if "q" in roles and not {"k", "v", "kv"} & roles:  # c_attn beside q_attn projects keys and values
@@ -290,13 +310,16 @@ def select_paths(paths: list[str], part: str) -> list[str]:
     return [path for path in paths if path in layers] or paths
 
 
-def find_packed(description: Description) -> str | None:
-    """Return the only linear layer with three times as many outputs as its or another's inputs, or None."""
+def find_packed(description: Description, parts: float) -> str | None:
+    """Return the only linear layer with `parts` times as many outputs as its or another's inputs, or None.
+
+    There are 3 parts, or fewer where queries share keys.
+    """
     layers = [path for path, name in description.layers.items() if name == "Linear"]
     shapes = {path: description.parameters[f"{path}.weight"] for path in layers}
     widths = {path: {e, *(d for other, (n, d) in shapes.items() if other != path and n == e)}
               for path, (_, e) in shapes.items()}  # fmt: skip
-    packed = [path for path, (rows, _) in shapes.items() if rows in {3 * width for width in widths[path]}]
+    packed = [path for path, (rows, _) in shapes.items() if rows in {parts * width for width in widths[path]}]
     return packed[0] if len(packed) == 1 else None
 
 
@@ -404,6 +427,12 @@ def split_packed(
         letter: [replace(view, rows=each, place=(i, n))]
         for i, (letter, each) in enumerate(zip(role, bounds, strict=True))
     }
+
+
+def split_gates(x: Tensor, heads: int, by_head: bool) -> list[Tensor]:
+    """Return q and the gates in the rows of a weight or a bias: by head, or all of q first."""
+    x = x.unflatten(0, (heads, 2, -1)) if by_head else x.unflatten(0, (2, heads, -1)).transpose(0, 1)
+    return [part.flatten(0, 1) for part in x.unbind(1)]
 
 
 def input_widths(weights: Weights) -> tuple[int, int, int]:

@@ -26,6 +26,7 @@ from manyheads.checker.candidates.attention import POSITIONS, SEQUENCES, Attenti
 from manyheads.checker.candidates.documentation import documented_mechanism, parse, read_mask
 from manyheads.checker.candidates.errors import UnexpectedOutput
 from manyheads.checker.candidates.forms import KEY_MASKS, NUMBERS
+from manyheads.checker.candidates.parameters import GATES, GATES_BIAS
 from manyheads.checker.encodings import Interleaved, Rotary
 from manyheads.checker.isolation.describe import Description
 from manyheads.checker.isolation.errors import CodeError
@@ -33,7 +34,7 @@ from manyheads.checker.oracle import Attention, Inputs, Weights, largest_differe
 from manyheads.checker.overrides import compose
 from manyheads.checker.parts import (
     ACTIVATIONS,
-    GATES,
+    GATE_FUNCTIONS,
     Activation,
     Alibi,
     Gate,
@@ -41,7 +42,9 @@ from manyheads.checker.parts import (
     Norm,
     NoWindow,
     NullKeys,
+    OwnKeys,
     Part,
+    RelativeKeys,
     Residual,
     RotaryPositions,
     Scale,
@@ -93,7 +96,9 @@ def find_parts(adapter: AttentionAdapter) -> None:
     # The keys of a loop over chunks must fill more than one chunk.
     chunks = Numbers(adapter).named_like(r"(?:^|_)(?:chunk|block|tile)(?:s|_?size|_?len|$)").values()
     sizes_of_windows += [int(n) for n in chunks if n == int(n) and 2 <= n <= 64]
-    adapter.length = max([adapter.length, *(size + 3 for size in sizes_of_windows)])
+    longer = max([adapter.length, *(size + 3 for size in sizes_of_windows)])
+    if adapter.attempt(adapter.draw(torch.Generator().manual_seed(SEED), t=longer, s=longer)) is not None:
+        adapter.length = longer  # a block may be the longest text
     add_idle_scales(adapter)
     if adapter.unknown or select(adapter.parts, RotaryPositions) or POSITIONS & set(adapter.arguments):
         return
@@ -190,7 +195,7 @@ class Search:
         self.generator = torch.Generator().manual_seed(SEED)
         self.size = adapter.weights.head_size if adapter.weights is not None else D
         self.groups: dict[str, list[str]] = {}
-        for path in () if adapter.weights is None else adapter.weights.other:
+        for path in () if adapter.weights is None else adapter.projections.unused:
             self.groups.setdefault(group_of(path), []).append(path)
 
     # -- measurements ------------------------------------------------------------------------------
@@ -233,7 +238,8 @@ class Search:
                 legal = window.visible(i, j) & causal
                 is_known = {size, size - 1, 2 * size - 1} & known
                 if is_known and torch.equal(legal, visible) and not torch.equal(legal, causal):
-                    return window
+                    is_cut = kind == "sliding" and not self.adapter.always_causal and self.masks_keys_only
+                    return replace(window, kind="both sides") if is_cut else window  # the future is a bug
         return None
 
     def positions_matter(self, t: int) -> bool:
@@ -275,7 +281,7 @@ class Search:
             for n, around in islice(found_around, 12):
                 surroundings.append((n, around))
                 yield from ((n, around + parts + inside) for parts in self.score_parts(rest))
-            yield from ((0, parts) for parts in self.with_null_keys(effective, inside))
+            yield from ((0, parts) for parts in self.with_more_keys(effective, inside))
 
         readings = adapter.readings
         for n, found in candidates():
@@ -296,14 +302,18 @@ class Search:
         adapter = self.adapter
         if adapter.count is not None:  # all of them are a window
             return []
-        of_keys = [
-            role.endswith("of-keys") or role in NUMBERS or is_documented_for_keys(name, adapter.text)
-            for name, role in adapter.masks.items()
-        ]
         names = {*adapter.init, *self.numbers.given, *adapter.description.attributes}
-        names = names if all(of_keys) and not self.flags_off() else set()
+        names = names if self.masks_keys_only and not self.flags_off() else set()
         given = self.numbers.named_like(r"window").items()
         return [int(x) for name, x in given if name in names and 1 <= x <= 128]
+
+    @property
+    def masks_keys_only(self) -> bool:
+        """Return True if no mask of the callers can be causal or have a window."""
+        return all(
+            role.endswith("of-keys") or role in NUMBERS or is_documented_for_keys(name, self.adapter.text)
+            for name, role in self.adapter.masks.items()
+        )
 
     def stated_window(self) -> Parts:
         """Return the window that a caller sets, if there is one."""
@@ -348,8 +358,8 @@ class Search:
             if not any(part.size in legal.get(part.kind, {part.size}) for part in windows):
                 rest = tuple(part for part in adapter.parts if part not in windows)
                 adapter.parts = (*rest, Window(size, first=self.count_first()))
-        for cap in self.numbers.named_like(r"soft_?cap|logit_?cap").values():
-            if cap > 0 and not select(adapter.parts, Softcap):
+        for cap in self.stated_caps():
+            if not select(adapter.parts, Softcap):
                 adapter.parts = (*adapter.parts, Softcap(float(cap)))
 
     def has_idle_norm(self, parts: Parts, effective: list[str]) -> bool:
@@ -442,11 +452,12 @@ class Search:
             around = list(islice(self.surroundings(outer), MOST_PLAUSIBLE // 2)) or [()]
         rest = [group for group in self.groups if group not in outer]
         scores = list(islice(self.score_parts(rest), MOST_PLAUSIBLE)) or [()]
-        sets = [outside + parts + inside for parts, outside in product(scores, around)]
+        pairs = islice(ranked([scores, [*dict.fromkeys(around)]]), MOST_PLAUSIBLE)
+        sets = [outside + parts + inside for parts, outside in pairs]
         sets = [x for x in sets if Residual() not in x or has_outer_norm(x) or self.says_residual]
         # A bug can look like a window, so the surroundings are tried without one, too.
         others = [around[0] + parts + inside for parts in self.each_option(rest)]
-        adapter.plausible = [*dict.fromkeys([*sets[:MOST_PLAUSIBLE], *others, *around[:2], ()])]
+        adapter.plausible = [*dict.fromkeys([*sets, *others, *around[:2], ()])]
         orders = dict.fromkeys(n for n, _ in surroundings)
         adapter.packings = [adapter.packings[n] for n in orders] or adapter.packings
 
@@ -454,8 +465,9 @@ class Search:
 
     @property
     def says_residual(self) -> bool:
-        """Return True if documentation or an argument of the constructor names a residual connection."""
-        said = " ".join((self.adapter.text, *(arg.name for arg in self.adapter.description.init or ())))
+        """Return True if documentation or an argument names a residual connection."""
+        arguments = (*(self.adapter.description.init or ()), *self.adapter.description.call)
+        said = " ".join((self.adapter.text, *(arg.name for arg in arguments)))
         return re.search(r"residual|skip connection", said, re.I) is not None
 
     @property
@@ -467,7 +479,12 @@ class Search:
 
     def surroundings(self, groups: list[str]) -> Iterator[Parts]:
         """Yield sets of parts that surround attention and use these groups, the likely ones first."""
-        for chosen in ranked([list(self.outer_options(group)) for group in groups]):
+        options = [list(self.outer_options(group)) for group in groups]
+        other = {} if self.adapter.weights is None else self.adapter.weights.other
+        if GATES in other:
+            bias = GATES_BIAS if GATES_BIAS in other else ""
+            options.insert(0, [Gate(GATES, bias, function) for function in GATE_FUNCTIONS])
+        for chosen in ranked(options):
             has_norm = self.has_query_norm or has_outer_norm(chosen)
             yield from arrange(chosen)
             if select(chosen, Residual):  # projected, as in a block that ends in an activation
@@ -488,7 +505,7 @@ class Search:
         for path in matrices:
             bias = next((other for other in paths if other != path), "")
             out, width = shapes[path]
-            for function in GATES:
+            for function in GATE_FUNCTIONS:
                 if width == q and out in (h * dv, h):
                     yield Gate(path, bias, function)
                 if width == q and out == weights.out_width:
@@ -514,9 +531,12 @@ class Search:
         if len(paths) == 2:
             bias = next((path for path in paths if re.search(r"bias|beta|shift|\bb$", path)), paths[1])
             scale = next(path for path in paths if path != bias)
-        owner = self.adapter.description.layers.get(group_of(scale), "")
+        group = group_of(scale)
+        owner = self.adapter.description.layers.get(group, "")
+        named = (self.numbers.named.get(f"{group}.{name}") for name in ("eps", "epsilon", "variance_epsilon"))
+        eps = next((float(x) for x in named if x is not None), EPS[0])
         if owner == "GroupNorm":
-            groups = int(self.numbers.named[f"{group_of(scale)}.num_groups"])
+            groups = int(self.numbers.named[f"{group}.num_groups"])
             inputs = (place for place in places if place[0] == "input")
             yield from (Norm("group", *place, scale, bias, groups=groups) for place in inputs)
             return
@@ -525,9 +545,11 @@ class Search:
             code = self.adapter.description.source
             is_l2 = re.search(r"F\.normalize|functional\.normalize|l2|cosine", code, re.I)
             likely = "L2" if is_l2 else "none"
-        for (kind, plus_one), (place, roles) in product(sorted(KINDS, key=lambda x: x[0] != likely), places):
+        adds_one = float(self.adapter.parameters[scale].mean()) < 0.5  # a scale that begins at 0
+        kinds = sorted(KINDS, key=lambda each: (each[0] != likely, each[1] != adds_one))
+        for (kind, plus_one), (place, roles) in product(kinds, places):
             if not (bias and kind in ("L2", "none")):
-                yield Norm(kind, place, roles, scale, bias, plus_one=plus_one)
+                yield Norm(kind, place, roles, scale, bias, eps, plus_one)
 
     # -- learned keys and values -------------------------------------------------------------------
 
@@ -541,23 +563,37 @@ class Search:
             if values != path and shapes.get(values) == shape and shape[-1] % self.size == 0:
                 yield NullKeys(path, values)
 
-    def with_null_keys(self, effective: list[str], inside: Parts) -> Iterator[Parts]:
-        """Yield sets of parts with learned keys, which leave no weight of 1 to a token that is alone."""
-        for null in self.null_keys():
-            rest = [group for group in effective if not {*self.groups[group]} & {*null.paths}]
+    def sees_queries(self) -> bool:
+        """Return True if a query changes the outputs of others, although the keys are those of a context."""
+        if "cross" not in self.adapter.features or self.adapter.widths[0] != self.adapter.widths[1]:
+            return False
+        x = self.adapter.draw(self.generator, 2, 3, 4)
+        query = x.query.clone()
+        query[:, 0] += torch.linspace(-2, 3, query.shape[-1])
+        changed = self.adapter.changed_queries(x, self.adapter.replace_sequences(x, query=query))
+        return changed is not None and bool(changed[1:].all())
+
+    def with_more_keys(self, effective: list[str], inside: Parts) -> Iterator[Parts]:
+        """Yield sets of parts with further keys, which leave no weight of 1 to a token that is alone."""
+        learned: list[Parts] = [(null,) for null in self.null_keys()]
+        if self.sees_queries():
+            learned = [(OwnKeys(), *null) for null in [(), *learned]]
+        for more in learned:
+            used = {path for part in more for path in part.paths}
+            rest = [group for group in effective if not {*self.groups[group]} & used]
             inner = [x for x in rest if self.names_query_or_key(x) or not any(self.outer_options(x))]
             around = list(islice(self.surroundings([x for x in rest if x not in inner]), MOST_SURROUNDINGS))
             scores = list(islice(self.score_parts(inner), MOST_SURROUNDINGS))
             for outside, parts in islice(ranked([around, scores]), MOST_WITH_NULL_KEYS):
-                yield (*outside, null, *parts, *inside)
-                yield (*outside, *parts, null, *inside)
+                yield (*outside, *more, *parts, *inside)
+                yield (*outside, *parts, *more, *inside)
 
     # -- scores ------------------------------------------------------------------------------------
 
     def score_parts(self, groups: list[str]) -> Iterator[Parts]:
         """Yield sets of parts of the scores that use these groups of parameters, the likely ones first."""
         slots: list[list[Parts]] = [[(part,) for part in self.score_options(group)] for group in groups]
-        slots += [[(), *self.plain_norms()], self.encodings(), [(), *((Softcap(x),) for x in self.caps())]]
+        slots += [[(), *self.plain_norms()], self.encodings(), self.cap_options()]
         slots += [[(), *((scale,) for scale in self.scales())]]
         for chosen in ranked(slots):
             parts = tuple(part for each in chosen for part in each)
@@ -588,11 +624,12 @@ class Search:
         shape, path = weights.other[paths[0]].shape, paths[0]
         n = weights.other[path].numel()
         roles = list(dict.fromkeys([*self.names_query_or_key(group), "qk", "q", "k"]))
-        sized = [role for role in roles if n in (1, d) or n == (g if role == "k" else h) * d]
-        places = [("heads", role) for role in sized]
-        places += [("width", role) for role in sized if n > d]
+        wide = [role for role in roles if n == (g if role == "k" else h) * d > d]
+        places = [("heads", role) for role in roles if n in (1, d)]
         if n in self.adapter.widths[:2] and "cross" in self.adapter.features:
             places += [("input", role) for role in roles if role != "qk"]
+        order = ("width", "heads") if len(shape) == 1 else ("heads", "width")
+        places += [(place, role) for place in order for role in wide]
         yield from self.norms(paths, places)
         if n in (1, h) and len(paths) == 1:
             has_exponential = re.search(r"\bexp\(", self.adapter.description.source)
@@ -602,6 +639,8 @@ class Search:
                 forms.sort(key=lambda form: form != "divisor")
             yield from (Temperature(path, form) for form in forms)
             yield Alibi(path, is_symmetric=not self.adapter.always_causal)
+        if len(shape) == 2 and shape[0] % 2 and shape[0] > 1 and shape[1] == d:
+            yield from (RelativeKeys(path, *each) for each in product((-1, 1), ("q", "qk")))
         if n == h * h and len(shape) >= 2 and shape[0] == h:
             yield from (HeadMixing(path, "scores", is_transposed) for is_transposed in (False, True))
         if len(shape) >= 2 and h in shape and len(paths) == 1:
@@ -614,11 +653,12 @@ class Search:
             if len(shape) > 2 and shape[-1] == shape[-2]:
                 yield TableBias(path, "positions")
             elif len(shape) == 2:
+                ends = (False, True) if self.adapter.kind == "cross" else (False,)
                 is_decoder = self.adapter.description.attributes.get("is_decoder") is True
                 both = (False, True) if self.adapter.always_causal or is_decoder else (True,)
                 distances = {128, *(int(x) for x in self.numbers.named_like(r"dist").values())}
-                for max_distance, is_bidirectional in product(sorted(distances), both):
-                    yield TableBias(path, "buckets", max_distance, is_bidirectional)
+                for at_end, max_distance, is_bidirectional in product(ends, sorted(distances), both):
+                    yield TableBias(path, "buckets", max_distance, is_bidirectional, ends_together=at_end)
                 yield TableBias(path, "distances")
                 yield TableBias(path, "distances", sign=-1)
 
@@ -668,25 +708,33 @@ class Search:
             (RotaryPositions(pair, n, self.size, base, factor, direction),)
             for direction, base, factor, n, pair in computed
         ]
-        alibi: list[Parts] = [(Alibi(is_symmetric=not self.adapter.always_causal),)]
+        before_scale = r"(?:alibi|slope|bias)[^.;]*\bbefore (?:the )?(?:scores are )?scal(?:e|ed|ing)\b"
+        is_scaled = re.search(before_scale, text, re.I) is not None
+        alibi: list[Parts] = [(Alibi(is_symmetric=not self.adapter.always_causal, is_scaled=is_scaled),)]
         found = alibi + rotary if re.search(r"alibi|slope", text, re.I) else rotary + alibi
         return [*found, ()] if self.adapter.has_positions and has_angles else [(), *found]
 
-    def caps(self) -> list[float]:
-        """Return the numbers at which scores may be capped."""
-        found = [*self.numbers.named_like(r"cap|clip").values()]
+    def cap_options(self) -> list[Parts]:
+        """Return the caps that scores may have, and none: last if a caller sets one."""
+        stated, found = self.stated_caps(), [*self.numbers.named_like(r"cap|clip").values()]
         if "tanh" in self.adapter.description.source:
             found += [x for x in self.numbers.unnamed if x > 1]
-        return [float(x) for x in dict.fromkeys(found) if x > 0]
+        caps: list[Parts] = [(Softcap(float(x)),) for x in dict.fromkeys(found) if x > 0]
+        return [*caps, ()] if stated else [(), *caps]
+
+    def stated_caps(self) -> list[float]:
+        """Return the caps of the scores that a caller sets."""
+        return [x for x in self.numbers.named_like(r"soft_?cap|logit_?cap").values() if x > 0]
 
     def scales(self) -> list[Scale]:
         """Return the scales of the scores other than 1/√d that are documented or usual."""
         found = [
             Scale(float(value), f"{name} = {x:g}")
             for name, x in self.numbers.named_like(r"scal|temperature|\btau", given=True).items()
-            for value in ((x, 1 / x, abs(x) ** -0.5) if x not in (0, 1) else (x,) if x else ())
+            for value in scale_values(x)
         ]
-        if re.search(r"\b(?:unscaled|no scal|without scal|not scaled|isn't scaled)", self.adapter.text, re.I):
+        unscaled_words = r"\b(?:unscaled|no scal|without scal)|(?:\bnot|n't) (?:scaled|divided)"
+        if re.search(unscaled_words, self.adapter.text, re.I):
             found.append(Scale(1.0, "as documented"))
         if "relative_attention_num_buckets" in self.numbers.named:
             found.append(Scale(1.0, "as in T5"))
@@ -707,6 +755,13 @@ class Search:
             except (RuntimeError, IndexError, ZeroDivisionError):
                 return float("inf")
         return worst
+
+
+def scale_values(x: float) -> tuple[float, ...]:
+    """Return the factors of the scores that a number may stand for, the likely ones first."""
+    if x in (0, 1):
+        return (x,) * bool(x)
+    return (x**-0.5, x, 1 / x) if x > 1 else (x, 1 / x, abs(x) ** -0.5)
 
 
 def factorize(n: int) -> Iterator[tuple[int, ...]]:

@@ -228,6 +228,8 @@ def probe(adapter: AttentionAdapter) -> AttentionAdapter:
         raise adapter.reject_call(error, x) from None
     except UnexpectedOutput:
         reject_learned_queries(adapter, g)  # others are reported later, by the check of shapes
+    if adapter.weights is not None and plain is not None:
+        find_returned_bias(adapter, x)
     find_returned_weights(adapter, x, plain)
     has_heads = adapter.weights is None and "h" in adapter.head_layout
     if has_heads and ("grouped" in adapter.arguments or adapter.attempt(adapter.draw(g, key_heads=2))):
@@ -534,6 +536,17 @@ def counts_without_padding(adapter: AttentionAdapter, g: torch.Generator) -> boo
 
 
 # -- outputs ---------------------------------------------------------------------------------------
+
+
+def find_returned_bias(adapter: AttentionAdapter, x: Inputs) -> None:
+    """Leave out the output projection's bias if a call returns it beside the output, as in Megatron."""
+    returned = [tensor for tensor in top_tensors(adapter.answer(x).output)[1:] if tensor.dim() == 1]
+    views = adapter.projections.bias.get("o", [])
+    if any(y.shape == (bias := adapter.parameters[view.path]).shape and torch.equal(y, bias)
+           for y in returned for view in views):  # fmt: skip
+        del adapter.projections.bias["o"]
+        adapter.read_weights()
+        adapter.notes.append(f"it returns {views[0].path} beside the output, which lacks it")
 
 
 def find_returned_weights(adapter: AttentionAdapter, x: Inputs, plain: Outputs | None) -> None:

@@ -32,6 +32,7 @@ ROLES: dict[str, str] = {
     "key": "keys",
     "value": "values",
     "context": "the other sequence, from which keys and values are projected",
+    "residual": "what is added to the output; calls pass x",
     **MASKS,
     "causal": "whether to apply a causal mask",
     "bias": "numbers that are added to the scores",
@@ -169,6 +170,8 @@ def read_role(argument: Argument, text: str) -> tuple[str | None, str]:
         return "ignore", f"its default, {argument.default}"
     if role == "positions" and INTEGER.fullmatch(argument.annotation):
         return "start", "its name and type"
+    if role == "positions" and documentation.says_vectors(argument.name, text):
+        return None, ""
     if role == "causal" and "mask" in argument.name and not is_switch:
         return "mask", "its name"
     return role, "its name"

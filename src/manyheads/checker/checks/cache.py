@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -19,11 +20,7 @@ from manyheads.checker.isolation.errors import CodeError
 from manyheads.checker.oracle import Inputs, largest_difference
 from manyheads.checker.parts import Bias, RotaryPositions, Window
 
-LENGTHS = {  # of the steps, by the name of the trial
-    "one token at a time": (1,) * 6,
-    "a prefill, then one token at a time": (4, 1, 1),
-    "several tokens at once": (4, 3, 2),
-}
+LONGEST = 64  # tokens of a window that steps exceed
 SINGLE = re.compile(  # a step is one token, as in "takes only one token"
     r"(?<!not )\b(?:only|exactly|just|must|takes|expects|x is|(?:each|a|every) (?:call|step))\b[^.;]{0,40}"
     r"\b(?:one|single|1)[- ](?:new )?token\b",
@@ -50,7 +47,7 @@ def check_cache(adapter: AttentionAdapter) -> Check:
         return skipped("it takes no cache of the keys of its own sequence")
     allowed, notes, worst = 4 * adapter.allowed_error(cache.draw(41, 2, 6)), [], 0.0
     steps: tuple[int, ...] = (4, 1)
-    for trial, lengths in LENGTHS.items():
+    for trial, lengths in step_lengths(adapter).items():
         sequence = Sequence(cache.draw(41, 2, sum(lengths)), lengths)
         run = cache.run(sequence)
         errors = cache.errors(sequence, run.outs[0])
@@ -78,6 +75,16 @@ def check_cache(adapter: AttentionAdapter) -> Check:
     if not cache.can_restart:
         notes.append("no method resets it, so one sequence was checked")
     return passed("; ".join(("steps give the same as one call", *notes)), worst, allowed)
+
+
+def step_lengths(adapter: AttentionAdapter) -> dict[str, tuple[int, ...]]:
+    """Return the lengths of steps by the name of the trial, which go on for longer than a window."""
+    window = max((size for size in adapter.window_sizes() if size <= LONGEST), default=0)
+    return {
+        "one token at a time": (1,) * 6,
+        "a prefill, then one token at a time": (4, *(1,) * max(2, window)),
+        "several tokens at once": (4, max(3, window), 2),
+    }
 
 
 # -- one sequence ----------------------------------------------------------------------------------
@@ -119,6 +126,10 @@ def explain_step(cache: Cache, sequence: Sequence, wrong: int, allowed: float) -
             return f"{after}: only the step before has an effect", BUGS["cache-overwritten"]
     missing = (plain & ~cached)[:, -1]
     if bool(missing.any()):
+        for size in cache.adapter.window_sizes():  # tokens of the earlier round of a rolling cache
+            steps = (*sequence.lengths[:1], *(1,) * size)
+            if start == size and kept_tokens(cache, steps) == [*range(size, sum(steps) - 1)]:
+                return f"{after}: cached tokens of its window have no effect", BUGS["window-slots-hidden"]
         tokens = ", ".join(map(str, missing.nonzero().flatten().tolist()))
         return f"{after}: token {tokens} has no effect", None
     windows = [part for part in cache.adapter.parts if isinstance(part, Window)]
@@ -191,11 +202,16 @@ def compare_padded(cache: Cache, lengths: tuple[int, ...]) -> float:
         return 0.0
     is_padding = (torch.arange(x.t) == 0) & torch.tensor([[True], [False]])
     sequence = Sequence(x.but(padding=~is_padding), lengths)
-    try:
-        run = cache.run(sequence)
-        return 0.0 if run.error is not None else max(cache.errors(sequence, run.outs[0])[1:])
-    except (CodeError, UnexpectedOutput):  # a step or a call may refuse padding
-        return 0.0
+    for masks_all in (cache.masks_all, not cache.masks_all):  # masks of steps may leave out the cached tokens
+        errors = []
+        for omits_masks in (False, True)[: 1 if masks_all else 2]:
+            used = replace(cache, masks_all=masks_all, omits_masks=omits_masks)
+            with suppress(CodeError, UnexpectedOutput):  # a step or a call may refuse padding
+                run = used.run(sequence)
+                errors += used.errors(sequence, run.outs[0])[1:] if run.error is None else []
+        if errors:
+            return max(errors)
+    return 0.0
 
 
 # -- several sequences -----------------------------------------------------------------------------
