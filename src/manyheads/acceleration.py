@@ -264,7 +264,7 @@ def _find(
     mask = _CAUSAL if is_causal else None
     kind = "grouped" if enable_gqa else "heads"
     layout = plans.layout(query, key, value, mask, None, scale, None, None, 0.0, 0, kind)
-    if layout is None:
+    if layout is None or not query.is_cpu:
         return _find_general(query, key, value, None, is_causal, scale, enable_gqa)
     run = _decisions.get(layout)
     if run is None:

@@ -565,7 +565,9 @@ class Search:
 
     def sees_queries(self) -> bool:
         """Return True if a query changes the outputs of others, although the keys are those of a context."""
-        if "cross" not in self.adapter.features or self.adapter.widths[0] != self.adapter.widths[1]:
+        if self.adapter.weights is None or "cross" not in self.adapter.features:
+            return False
+        if self.adapter.widths[0] != self.adapter.widths[1]:
             return False
         x = self.adapter.draw(self.generator, 2, 3, 4)
         query = x.query.clone()
