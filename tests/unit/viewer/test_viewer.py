@@ -642,7 +642,7 @@ def test_wrong_input_to_the_command_raises_one_sentence(tmp_path: Path, run_comm
         ((tmp_path / "none.safetensors",), "Expected a file"),
         ((folder,), f"Expected files of saved maps, or the folder of one atlas, got the folder {folder}."),
         ((broken,), "broken.safetensors"),
-        ((good, "--layer", "0"), "Expected --layer, --head, --full and --yes with --export only"),
+        ((good, "--layer", "0"), "--full and --yes with --export only, got no --export. Leave them out"),
         ((good, "--export", tmp_path / "x.png"), "Expected --export to end in .html"),
         ((good, "--export", tmp_path / "no" / "x.html"), "doesn't exist. Create it first."),
         ((good, "--export", folder), f"--export {folder} can't be written: Is a directory."),
