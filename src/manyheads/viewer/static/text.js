@@ -214,7 +214,7 @@ class TextPage {
     const [start, stop] = this.tokens.unit(token);
     const others = Array.from({ length: stop - start }, (_, n) => make("button", { type: "button", "aria-pressed": start + n === token, onclick: () => this.choose(start + n) }, count(start + n)));
     const lists = this.place.heads === "none" ? [make("p", { class: "muted" }, "No head is chosen.")] : [
-      ...list("attends to", row, 0, offset === null ? "In cross-attention, this token is a key only." : row ? "All keys are masked." : "This token is not a query."),
+      ...list("attends to", row, 0, offset === null ? "In cross-attention, this token is a key only." : row ? "No key has a weight above 0." : "This token is not a query."),
       ...list("attended to by", column, offset, "No query attends to this token.")];
     this.aside.replaceChildren(
       make("h2", {}, ...this.tokens.titled(token, 60)),
