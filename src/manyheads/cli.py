@@ -390,8 +390,8 @@ def view(
 
     if export is None and (layer is not None or head or full or yes):
         raise ValueError(
-            "Expected --layer, --head, --full and --yes with --export only, got none. Leave them out: the "
-            "viewer shows every head."
+            "Expected --layer, --head, --full and --yes with --export only, got no --export. Leave them out: "
+            "the viewer shows every head."
         )
     if export is None:
         viewer.require_server()  # before files are read

@@ -101,6 +101,7 @@ POSITIONAL_SCORES = set(COLUMNS) - {"entropy"}  # they compare positions of quer
 BLOCK_WEIGHTS = 2**21  # the largest number of weights in the response for a block, 8 MB
 
 Response = bytes | str  # binary, or JSON
+NAN_PATTERN = "has weights that aren't numbers (NaN)"  # of a head whose entropy is NaN
 Steps = Generator[None, None, Any]  # yields when more urgent requests may run first; returns a response
 
 
@@ -279,7 +280,7 @@ class Api:
         return self._scores_by_layer[key]
 
     def _compute_scores(self, call: Call, run: int, b: int) -> Generator[None, None, str]:
-        repeats = None
+        repeats, is_map = None, isinstance(call, AttentionMap)
         if isinstance(call, AttentionMap):
             amap = call if call.shape[0] == 1 else call.only(batch=b)
             ids = self.runs[run].ids(amap)
@@ -290,8 +291,17 @@ class Api:
         if first_position(call, b) is None:  # a query and a key with the same number aren't the same token
             columns = {name: x for name, x in columns.items() if name not in POSITIONAL_SCORES}
         plain = {name: [None if x != x else x for x in column.tolist()] for name, column in columns.items()}
+        if is_map:  # sums over the weights of some keys only may be 0 where others are NaN
+            bad = [n for n, x in enumerate(plain["entropy"]) if x is None]
+            plain = {
+                name: [None if n in bad else x for n, x in enumerate(column)]
+                for name, column in plain.items()
+            }
         heads = [dict(zip(plain, row, strict=True)) for row in zip(*plain.values(), strict=True)]
-        patterns = [describe_head(head, repeats=repeats) for head in heads]
+        patterns = [
+            NAN_PATTERN if is_map and head["entropy"] is None else describe_head(head, repeats=repeats)
+            for head in heads
+        ]
         return json.dumps({"scores": plain, "sampled": sampled, "patterns": patterns})
 
     # -- weights -----------------------------------------------------------------------------------
@@ -371,10 +381,11 @@ class Api:
             n += first if is_row else -first  # the index of the same position on the other axis
         if len(weights) > LINE:
             start = max(0, min(n - LINE // 2, len(weights) - LINE))
-        top = weights.topk(min(LARGEST, len(weights)))
+        top = weights.nan_to_num(nan=0.0).topk(min(LARGEST, len(weights)))
         pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
         largest = [[n, weight] for n, weight in pairs if weight]
-        return json.dumps({"first": start, "weights": weights[start : start + LINE].tolist(), "top": largest})
+        shown = _without_nan(weights[start : start + LINE])
+        return json.dumps({"first": start, "weights": shown, "top": largest})
 
     def _patches(self, run: str, number: str, batch: str) -> str:
         layer, b = self._layer(run, number, batch)
@@ -385,7 +396,7 @@ class Api:
     def _image(self, run: str, number: str, head: str, index: str, batch: str) -> str:
         layer, b = self._layer(run, number, batch)
         amap = layer.map.only(b, parse_index(head, layer.map.shape[1], "head"))
-        return json.dumps(amap.image(parse_index(index, amap.shape[2], "query")).flatten().tolist())
+        return json.dumps(_without_nan(amap.image(parse_index(index, amap.shape[2], "query")).flatten()))
 
     def _block(
         self, run: str, number: str, heads: str, i0: str, i1: str, j0: str, j1: str, batch: str
@@ -496,6 +507,11 @@ class Api:
         most = max(layer.call.shape[0] for layer in viewed.layers)
         found = yield from findings.find(viewed, parse_index(batch, most, "batch entry"))
         return json.dumps(found)
+
+
+def _without_nan(weights: torch.Tensor) -> list[float | None]:
+    """Return weights as numbers for JSON, None in place of NaN."""
+    return [None if math.isnan(weight) else weight for weight in weights.tolist()]
 
 
 def pack_tile(tile: Tile, exact: bool = False) -> bytes:

@@ -201,6 +201,17 @@ def test_a_link_with_wrong_values_shows_the_nearest_valid_ones(page: Page, serve
     expect(page).not_to_have_url(re.compile("layer=|pin="))
 
 
+def test_missing_fonts_are_reported_after_the_message_of_a_link(page: Page, served: list[Server]) -> None:
+    keep_messages(page)
+    amap = a_map(3).labelled(["a", "\U00012345", "b"])  # cuneiform
+    opened(page, served, amap, at="#page=head&head=99")
+    loaded(page)
+    page.wait_for_timeout(700)
+    expect(page.locator(".banner")).to_contain_text("This link names a head")
+    page.locator(".banner .dismiss").click()
+    expect(page.locator(".banner")).to_contain_text("No installed font has the characters")
+
+
 def test_a_closed_server_is_reported(browser: Browser, served: list[Server]) -> None:
     page = new_page(browser)
     opened(page, served, a_map(3_000), at="#page=head")

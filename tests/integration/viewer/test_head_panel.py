@@ -146,3 +146,23 @@ def test_a_head_is_described_in_words(page: Page, served: list[Server]) -> None:
     opened(page, served, amap, at="#page=head")
     previous = float(mh.measures.previous_token(amap)[0, 0])
     expect(page.locator(".habit")).to_have_text(f"attends to the previous token ({previous:.2f})")
+
+
+def test_the_labels_of_products_are_whole(page: Page, served: list[Server]) -> None:
+    page.add_init_script("""
+        window.cut = [], window.written = [];
+        const fillText = CanvasRenderingContext2D.prototype.fillText;
+        CanvasRenderingContext2D.prototype.fillText = function (text, x, ...rest) {
+          if (this.canvas.classList.contains("products")) {
+            written.push(text);
+            if (this.textAlign === "right" && x < this.measureText(text).width) cut.push(text);
+          }
+          return fillText.call(this, text, x, ...rest);
+        };
+    """)
+    q, k = torch.full((2, 1, 1, 4, 4), 0.3333)
+    q[..., 0] = -0.251  # a negative product of three digits
+    opened(page, served, mh.attention_with_map(q, k, k)[1], at="#page=head&pin=2,1")
+    loaded(page)
+    page.wait_for_function("written.includes('−0.0837')")
+    assert page.evaluate("cut") == []

@@ -323,9 +323,21 @@ def test_heads_of_different_sizes_have_no_difference(page: Page, served: list[Se
     expect(page.locator(".head-page > .opening")).to_have_text(
         "A difference needs heads of the same size. These have 30 queries × 30 keys and 40 queries × 40 keys."
     )
+    for name in ("png", "svg", "pdf"):  # there is no view to save
+        expect(page.locator(f"#{name}")).to_be_disabled()
     page.locator("#show label", has_text="both").click()
     expect(page.locator(".pane")).to_have_count(2)
     loaded(page)
+    expect(page.locator("#png")).to_be_enabled()
+
+
+def test_numbers_of_a_colour_bar_of_differences_are_exact(page: Page, served: list[Server]) -> None:
+    opened(page, served, a_map(30), at="#page=head")
+    colors = "new DifferenceColors('00'.repeat(768))"
+    labels = f"[0.02, 0.05, 0.1].map((top) => {colors}.ticks(top, 'sqrt').map(({{ label }}) => label))"
+    script = page.evaluate("() => fetch('viewer.js').then((response) => response.text())")
+    found = page.evaluate(f"() => {{ {script.partition('show(document.body')[0]}; return {labels}; }}")
+    assert [ticks[3] for ticks in found] == ["+0.005", "+0.0125", "+0.025"]
 
 
 def test_the_next_largest_weights_of_a_head(page: Page, served: list[Server]) -> None:

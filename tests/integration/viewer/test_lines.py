@@ -285,7 +285,7 @@ def test_a_page_of_pooled_cells_says_that_it_has_no_lines(page: Page, tmp_path: 
     expect(page.locator(".pair-panel")).to_contain_text(reason)
     aside = page.locator("aside.beside")
     expect(aside).to_contain_text(reason)
-    expect(aside).not_to_contain_text("masked or zero")
+    expect(aside).not_to_contain_text("masked, 0 or NaN")
     page.mouse.move(2, 2)  # otherwise the text would show the token below the pointer
     page.keyboard.press("x")
     expect(aside).to_have_attribute("data-token", "7")
@@ -301,3 +301,13 @@ def test_a_page_of_pooled_cells_says_that_it_has_no_lines(page: Page, tmp_path: 
     expect(panel).to_contain_text(reason)
     for part in (".profile", ".top-keys", ".why"):
         expect(panel.locator(part)).to_be_hidden()
+
+
+def test_lines_open_at_the_top_after_a_long_text(page: Page, served: list[Server]) -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 1, 3, 8), torch.randn(1, 1, 3000, 8)
+    amap = mh.attention_with_map(q, k, k)[1]
+    opened(page, served, amap, at="#page=text")
+    page.wait_for_function("document.querySelector('main').scrollTop > 0")  # the last token is in view
+    page.locator("#page-lines").click()
+    expect(page.locator(".column .label").first).to_be_in_viewport()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from playwright.sync_api import Page, expect
 
 import manyheads as mh
+from manyheads.viewer.api import Api
+from manyheads.viewer.export import plan_export
 from manyheads.viewer.server import Server
 from tests.chromium import wait_until_painted
 from tests.integration.viewer.pages import (
@@ -199,3 +203,20 @@ def test_a_pinned_weight_is_where_a_text_opens(page: Page, served: list[Server])
     opened(page, served, amap, at="#page=text&heads=0&pin=3000,17")
     token_shown(page, 3_000)
     expect(page.locator(".token[data-token='3000']")).to_be_in_viewport()
+
+
+def test_a_text_with_nan_weights_says_so(page: Page, served: list[Server], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 2, 12, 8)
+    q[0, 1, 5] = math.nan
+    amap = mh.attention_with_map(q, k, k, mask=mh.Causal())[1].labelled([f"w{n}" for n in range(12)])
+    opened(page, served, amap, at="#page=text&heads=1&token=5")
+    expect(page.locator("aside.beside")).to_contain_text("Weights here aren't numbers (NaN).")
+    page.locator("#page-head").click()
+    page.goto(page.url.partition("#")[0] + "#page=head&head=1&pin=5,3")
+    loaded(page)
+    expect(page.locator(".reading")).to_contain_text("weight not a number (NaN), or masked")
+    expect(page.locator(".habit")).to_have_text("has weights that aren't numbers (NaN)")
+    plan_export(Api(amap), tmp_path / "page.html").write()
+    page.goto((tmp_path / "page.html").as_uri() + "#page=text&heads=1&token=5")
+    expect(page.locator("aside.beside")).to_contain_text("No key has a weight above 0.")

@@ -642,7 +642,7 @@ def test_wrong_input_to_the_command_raises_one_sentence(tmp_path: Path, run_comm
         ((tmp_path / "none.safetensors",), "Expected a file"),
         ((folder,), f"Expected files of saved maps, or the folder of one atlas, got the folder {folder}."),
         ((broken,), "broken.safetensors"),
-        ((good, "--layer", "0"), "Expected --layer, --head, --full and --yes with --export only"),
+        ((good, "--layer", "0"), "--full and --yes with --export only, got no --export. Leave them out"),
         ((good, "--export", tmp_path / "x.png"), "Expected --export to end in .html"),
         ((good, "--export", tmp_path / "no" / "x.html"), "doesn't exist. Create it first."),
         ((good, "--export", folder), f"--export {folder} can't be written: Is a directory."),
@@ -664,3 +664,35 @@ def test_only_masked_weights_are_nan() -> None:
     head = Pyramid(a_map(20, 20, mh.Causal()))
     assert math.isnan(head.weight(3, 9))
     assert head.weight(9, 3) == float(head.amap[0, 0, 9, 3])
+
+
+def test_weights_that_are_nan_are_null_in_json() -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 2, 12, 8)
+    q[0, 1, 5] = math.nan
+    amap = mh.attention_with_map(q, k, k, mask=mh.Causal())[1].labelled([f"w{n}" for n in range(12)])
+    api = Api(amap)
+
+    def read(address: str) -> Any:
+        data = api.request(address).result()
+        return json.loads(data, parse_constant=lambda name: pytest.fail(f"{address} has {name}"))
+
+    for address in (
+        "row/0/0/1/5/0",
+        "row/0/0/all/5/0",
+        "column/0/0/1/3/0",
+        "profile/0/0/1/5/0",
+        "explain/0/0/1/5/3/0",
+    ):
+        read(address)
+    row, column = read("row/0/0/1/5/0"), read("column/0/0/1/3/0")
+    assert row["weights"][:6] == [None] * 6
+    assert row["top"] == []
+    assert column["weights"][5] is None
+    assert len(column["top"]) == 8  # of queries 3 to 11 without 5
+    scores = read("scores/0/0/0")
+    assert scores["patterns"][1] == "has weights that aren't numbers (NaN)"
+    assert {column[1] for column in scores["scores"].values()} == {None}
+    assert None not in {
+        column[0] for name, column in scores["scores"].items() if name in ("entropy", "previous_token")
+    }

@@ -207,6 +207,7 @@ class App {
       if (this.page) this.hideMessage(); // it was about this page
       this.page?.remove();
       this.body.replaceChildren();
+      this.body.scrollTop = 0; // each page opens at its top, or where it scrolls to
       this.tools.replaceChildren();
       this.page = PAGES[name].open(this.body, this, this.tools);
       this.pageName = name;
@@ -379,7 +380,12 @@ class App {
     const absent = this.hasReportedFonts ? null : findAbsentCharacter((pieces ?? keys ?? []).join(""));
     if (!absent) return;
     this.hasReportedFonts = true;
-    this.writeBanner(`No installed font has the characters drawn as boxes, such as ${absent}; Noto's fonts have most.`, false);
+    const write = () => {
+      if (this.abortController.signal.aborted) return;
+      if (this.banner.hidden) this.writeBanner(`No installed font has the characters drawn as boxes, such as ${absent}; Noto's fonts have most.`, false);
+      else setTimeout(write, 500); // another message, such as that of a corrected link, is read first
+    };
+    write();
   }
 
   writeBanner(text, isError) {

@@ -18,7 +18,7 @@ class DifferenceColors extends ColorScale {
   ticks(top, scale) {
     return [-1, -0.25, 0, 0.25, 1].map((share) => {
       const sign = share > 0 ? "+" : share < 0 ? "−" : "";
-      return { place: this.place(share * top, top, scale), label: `${sign}${format(Math.abs(share * top), 2)}` };
+      return { place: this.place(share * top, top, scale), label: `${sign}${format(Math.abs(share * top), 3)}` };
     });
   }
 }

@@ -152,7 +152,7 @@ class PairPanel {
     this.element.replaceChildren(
       choose("from query", query, t, tokens.ofQueries, tokens.queries ? query + tokens.queryOffset : null, (i) => pin([i, key])),
       choose("to key", key, s, tokens, tokens.keys ? key : null, (j) => pin([query, j])),
-      visible.length ? make("ol", { class: "ranked" }, ...rows) : make("p", { class: "muted" }, has_weights ? "This key is masked for this query in every head." : "This layer has statistics only."),
+      visible.length ? make("ol", { class: "ranked" }, ...rows) : make("p", { class: "muted" }, has_weights ? "In every head, this key is masked for this query, or its weight is NaN." : "This layer has statistics only."),
       rows.length < visible.length ? make("button", { type: "button", onclick: all }, `show all ${count(visible.length)} heads`) : "");
   }
 

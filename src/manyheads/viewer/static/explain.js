@@ -41,13 +41,17 @@ const inBrackets = (x) => (x < 0 ? `(${exactly(x)})` : exactly(x));
 
 // Draw the products of query and key as bars, up for positive ones and down for negative ones.
 function drawProducts(canvas, products, theme) {
-  const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth, left = 44, wide = width - left - 12;
+  const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth;
   canvas.width = width * ratio;
   canvas.height = (PRODUCTS + 22) * ratio;
   const context = canvas.getContext("2d");
   context.scale(ratio, ratio);
   const numbers = products.map((product) => product ?? 0), high = Math.max(0, ...numbers), low = Math.min(0, ...numbers);
-  const y = (product) => 6 + ((high - product) / (high - low || 1)) * (PRODUCTS - 8), size = wide / numbers.length;
+  const y = (product) => 6 + ((high - product) / (high - low || 1)) * (PRODUCTS - 8);
+  const labels = [high, 0, low].filter((value, n, all) => n === 0 || Math.abs(y(value) - y(all[n - 1])) > 11);
+  context.font = "11px system-ui, sans-serif";
+  const left = Math.max(44, ...labels.map((value) => Math.ceil(context.measureText(number(value)).width) + 6)); // room for the minus sign
+  const wide = width - left - 12, size = wide / numbers.length;
   for (const [n, product] of numbers.entries()) {
     context.fillStyle = product < 0 ? theme.accent : theme.bars;
     const [from, to] = [y(Math.max(0, product)), y(Math.min(0, product))];
@@ -55,10 +59,8 @@ function drawProducts(canvas, products, theme) {
   }
   context.fillStyle = theme.muted;
   context.fillRect(left, Math.round(y(0)), wide, 1);
-  context.font = "11px system-ui, sans-serif";
   context.textBaseline = "middle";
   context.textAlign = "right";
-  const labels = [high, 0, low].filter((value, n, all) => n === 0 || Math.abs(y(value) - y(all[n - 1])) > 11);
   for (const value of labels) context.fillText(number(value), left - 5, y(value));
   context.textBaseline = "top";
   context.textAlign = "left";

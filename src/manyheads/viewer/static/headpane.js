@@ -30,7 +30,7 @@ class HeadPane {
   open(place, other = null) {
     this.close();
     Object.assign(this, { place, other, layer: this.app.layer(place) });
-    Object.assign(this, { marginals: null, progress: 0, isComplete: false, isLabelled: false, isDescribed: Boolean(other), known: null, largest: null });
+    Object.assign(this, { marginals: null, progress: 0, isComplete: false, hasNaN: false, isLabelled: false, isDescribed: Boolean(other), known: null, largest: null });
     this.tokens = new Tokens({ queries: null, keys: null, first: null });
     this.grid = new TileGrid(this.layer, this.app.info.side);
     const changed = () => this.update(), load = (head) => new Tiles(this.app.client, head, this.grid, changed);
@@ -93,6 +93,7 @@ class HeadPane {
         const marginals = isComplete && !this.other ? decodeMarginals(await this.app.client.bytes(`marginals/${addresses[0]}`)) : null;
         if (tiles !== this.tiles) return;
         Object.assign(this, { progress: Math.min(...scans.map(({ progress }) => progress)), isComplete, marginals });
+        this.hasNaN = Boolean(marginals?.entropy.some(Number.isNaN));
       } catch (error) {
         if (tiles === this.tiles) this.app.showError(error);
         return;
@@ -459,6 +460,7 @@ class HeadPane {
     context.textBaseline = "middle";
     context.fillStyle = theme.muted;
     context.fillText("masked", x + 18, above + length + 20, BAR - 34);
+    if (this.hasNaN) context.fillText("or NaN", x + 18, above + length + 33, BAR - 34);
   }
 
   // -- text ---------------------------------------------------------------------------------------
@@ -555,13 +557,14 @@ class HeadPane {
     const what = this.other ? `difference${isPooled ? ` of the ${way} weights` : ""}` : isPooled ? `${way} weight` : "weight";
     const write = (weight, masked) => (weight === undefined ? "…" : weight !== weight ? masked : isExact ? number(weight, 4) : `≈ ${number(weight)}`);
     const weight = this.other ? subtract(...weights) : weights[0], more = [];
+    const isNaNRow = !isPooled && Number.isNaN(this.marginals?.entropy[queries[0]]); // masked weights of such a query are NaN, too
     const both = this.other && weight === weight ? ` = ${weights.map((each) => write(each, "0 (masked)")).join(" − ")}` : "";
-    if (this.marginals && !isPooled) {
+    if (this.marginals && !isPooled && !isNaNRow) {
       more.push(` · key receives ${format(this.marginals.received[keys[0]], 4)}`);
       more.push(` · query's entropy ${format(this.marginals.entropy[queries[0]], 4)} nats`);
     }
     this.reading.replaceChildren(make("span", {},
-      `${what} `, make("b", { class: "value" }, write(weight, "masked")), `${both} · query `, make("b", {}, this.nameQuery(...queries)),
+      `${what} `, make("b", { class: "value" }, write(weight, isNaNRow ? "not a number (NaN), or masked" : "masked")), `${both} · query `, make("b", {}, this.nameQuery(...queries)),
       " → key ", make("b", {}, this.nameKey(...keys))), ...more.map((text) => make("span", {}, text)));
     this.reading.title = this.reading.textContent;
     const shown = weight === undefined ? "" : String(weight);

@@ -375,7 +375,7 @@ class LinesPage {
   reasonForNoWeights() {
     if (this.layer.finest) return pooledFile(this.layer);
     if (!this.heads.length) return "No head is chosen.";
-    return this.heads.some((head) => this.blocks.has(head)) ? "All weights here are masked or zero." : "Loading …";
+    return this.heads.some((head) => this.blocks.has(head)) ? "All weights here are masked, 0 or NaN." : "Loading …";
   }
 
   // List the largest weights of a token: [head, row of the other column, weight].

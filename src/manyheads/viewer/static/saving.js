@@ -14,17 +14,18 @@ class SaveButtons {
     const reason = isFile ? " SVG and PDF are drawn by the command manyheads view, not by an exported page." : "";
     this.figures = isFile ? [] : Object.keys(FIGURES).map((format) =>
       button(format, format.toUpperCase(), "", () => this.run(() => saveFigure(page, format))));
-    const png = button("png", "PNG", `save the view as a PNG picture (p).${reason}`, () => this.savePng());
-    this.element = make("fieldset", { id: "save", class: "choice" }, make("legend", {}, "save"), png, ...this.figures);
+    this.png = button("png", "PNG", `save the view as a PNG picture (p).${reason}`, () => this.savePng());
+    this.element = make("fieldset", { id: "save", class: "choice" }, make("legend", {}, "save"), this.png, ...this.figures);
   }
 
-  // Figures have one head, or two of the same size.
+  // Figures have one head, or two of the same size. Without panes (a difference of heads of two sizes), there is no view to save.
   update() {
-    const [first, second] = this.page.panes.map(({ layer }) => layer.shape.slice(2).join()), isPossible = !second || first === second;
+    const { panes } = this.page, [first, second] = panes.map(({ layer }) => layer.shape.slice(2).join());
+    this.png.disabled = !panes.length;
     for (const figure of this.figures) {
-      figure.disabled = !isPossible;
-      figure.title = isPossible ? `save the view as a ${figure.textContent} file for papers`
-        : `a ${figure.textContent} file has heads of the same size; save both as a PNG`;
+      const name = `${figure.id === "svg" ? "an" : "a"} ${figure.textContent} file`;
+      figure.disabled = !panes.length || (panes.length > 1 && first !== second);
+      figure.title = figure.disabled ? `${name} has heads of the same size; ${panes.length ? "save both as a PNG" : "choose show: both, and save them as a PNG"}` : `save the view as ${name} for papers`;
     }
   }
 

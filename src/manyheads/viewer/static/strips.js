@@ -36,10 +36,10 @@ function drawStrips(context, geometry, marginals, largest, theme, hasScale) {
   context.restore();
 }
 
-// The largest of the numbers in view.
+// The largest of the numbers in view, apart from NaN.
 function largestOf(numbers, [first, last]) {
   let largest = 0;
-  for (let n = first; n < last; n++) largest = Math.max(largest, numbers[n]);
+  for (let n = first; n < last; n++) if (numbers[n] > largest) largest = numbers[n];
   return largest;
 }
 

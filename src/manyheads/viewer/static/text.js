@@ -203,17 +203,18 @@ class TextPage {
       span.classList.toggle("selected", span === this.spans[token - this.first]);
     }
     this.connect(token, row);
+    const hasNaN = (line) => line?.weights.includes(null), nanText = "Weights here aren't numbers (NaN).";
     const list = (title, line, offset, emptyText) => {
       const items = (line?.top ?? []).map(([n, weight]) => make("li", {},
         offset === null ? make("b", {}, ...this.tokens.titledQuery(n, 24))
           : make("button", { type: "button", onclick: () => this.choose(n + offset) }, ...this.tokens.titled(n + offset, 24)),
         make("span", { class: "value", "data-weight": weight }, format(weight, 4))));
-      return [make("h3", {}, title), items.length ? make("ol", {}, ...items) : make("p", { class: "muted" }, emptyText)];
+      return [make("h3", {}, title), items.length ? make("ol", {}, ...items) : make("p", { class: "muted" }, hasNaN(line) ? nanText : emptyText)];
     };
     const [start, stop] = this.tokens.unit(token);
     const others = Array.from({ length: stop - start }, (_, n) => make("button", { type: "button", "aria-pressed": start + n === token, onclick: () => this.choose(start + n) }, count(start + n)));
     const lists = this.place.heads === "none" ? [make("p", { class: "muted" }, "No head is chosen.")] : [
-      ...list("attends to", row, 0, offset === null ? "In cross-attention, this token is a key only." : row ? "All keys are masked." : "This token is not a query."),
+      ...list("attends to", row, 0, offset === null ? "In cross-attention, this token is a key only." : row ? "No key has a weight above 0." : "This token is not a query."),
       ...list("attended to by", column, offset, "No query attends to this token.")];
     this.aside.replaceChildren(
       make("h2", {}, ...this.tokens.titled(token, 60)),
