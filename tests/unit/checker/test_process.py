@@ -1058,6 +1058,6 @@ def test_buffers_may_keep_their_dtype() -> None:
 
     with Candidate(Dtypes) as candidate, torch.no_grad():
         candidate.build({})
-        for casts, expected in ((True, torch.float16), (False, torch.float32)):
-            call = Call((torch.zeros(2),), dtype=torch.float16, casts_buffers=casts)
+        for buffers, expected in ((None, torch.float16), (torch.float32, torch.float32)):
+            call = Call((torch.zeros(2),), dtype=torch.float16, buffers=buffers)
             assert [x.dtype for x in candidate.call(call).output] == [torch.float16, expected]

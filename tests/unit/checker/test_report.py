@@ -287,6 +287,15 @@ class RoundedTable(Table):
         return torch.cat((a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()), -1)
 
 
+class MixedTable(Table):
+    """Causal self-attention of x `[b, t, e]` with rotary positions, from frequencies that are a buffer."""
+
+    def rotate(self, x: Tensor) -> Tensor:  # float32 frequencies would give queries that don't fit values
+        angles = torch.arange(x.shape[2])[:, None] * self.frequencies
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()), -1)
+
+
 @pytest.mark.full
 def test_angles_that_only_casting_of_buffers_rounds_are_a_convention() -> None:
     found = checker.check(Table)
@@ -294,6 +303,9 @@ def test_angles_that_only_casting_of_buffers_rounds_are_a_convention() -> None:
     assert "With buffers in float32 it is right" in by_status(found, "convention")["bfloat16"].reason
     assert checker.check(Table, strict="bfloat16").verdict == "failed"
     assert "bfloat16" in by_status(checker.check(RoundedTable), "failed")
+    found = checker.check(MixedTable)
+    assert found.passed, found
+    assert "Keep buffers in float32" in by_status(found, "convention")["bfloat16"].reason
 
 
 # -- the printed report ----------------------------------------------------------------------------

@@ -192,10 +192,12 @@ def read_shapes(name: str, lines: str, text: str) -> set[str]:
         for inside in re.findall(r"[\[(]([\w, >=≥]+)[\])]", following):
             axes = [axis.strip(" >=≥").lower().replace(" ", "_") for axis in inside.split(",")]
             last = inside.rpartition(",")[2].strip()
+            if len(axes) == 2 and axes[0] == axes[1] and not axes[0].isdigit():  # [n_ctx, n_ctx]
+                shapes.add("ts")
+                continue
             is_of_groups = re.search(rf"\b[2-9] ?\*? ?{re.escape(last)}\b", text)
             if len(axes) > 1 and all(axis in LETTERS for axis in axes) and not is_of_groups:
                 shape = "".join(LETTERS[axis] for axis in axes)
-                shape = "ts" if len(axes) == 2 and axes[0] == axes[1] else shape  # (n, n)
                 if shape[0] == "b" and axes[-1] == "n":  # [b, n] are tokens
                     shape = "b" + shape[1:].replace("b", "t")
                 # The last axis is that of the keys: [t, t] means [queries, keys].

@@ -112,7 +112,7 @@ def check_half(adapter: AttentionAdapter, dtype: torch.dtype) -> Check:
     if any(isinstance(part, RotaryPositions) for part in adapter.parts):
         long = adapter.draw(torch.Generator().manual_seed(20), 1, LONG)
         cases |= {long_scenario: [long]} if adapter.attempt(long) is not None else {}
-    worst, rounded = (0.0, 1.0, 0.0, ""), ""
+    worst, cast = (0.0, 1.0, 0.0, ""), ""
     for scenario, floats in cases.items():
         condition = "" if scenario == "plain" else f" ({scenario})"
         inputs = [x.to(dtype) for x in floats]
@@ -125,13 +125,14 @@ def check_half(adapter: AttentionAdapter, dtype: torch.dtype) -> Check:
         error, allowed, loss = compare_half(adapter, inputs, half)
         if math.isinf(error):
             return failed(f"NaN or infinity{condition}, where float32 gives numbers.", error, 0.0)
-        if scenario == long_scenario and error > allowed and is_right_with_buffers(adapter, inputs):
-            rounded = f"at {scenario} it loses {error:.2g}, because its buffers are cast, such as frequencies"
+        if scenario == long_scenario and error > allowed and (helps := describe_cast(adapter, inputs, error)):
+            cast = f"at {scenario} it loses {error:.2g}, because its buffers are cast, such as frequencies."
+            cast = f"{cast} {helps}"
             continue
         worst = max(worst, (error, allowed, loss, condition), key=lambda each: each[0] / each[1])
     error, allowed, loss, condition = worst
-    if rounded and error <= allowed:
-        return convention(f"{rounded}. With buffers in float32 it is right.")
+    if cast and error <= allowed:
+        return convention(cast)
     reason = f"plain PyTorch loses {loss:.2g}"
     surplus = f"it loses far more than rounding explains{condition}; {reason}."
     if error > allowed and condition == f" ({long_scenario})":  # shorter sequences are right
@@ -140,11 +141,11 @@ def check_half(adapter: AttentionAdapter, dtype: torch.dtype) -> Check:
 
 
 def compare_half(
-    adapter: AttentionAdapter, inputs: list[Inputs], half: list[Outputs], **options: bool
+    adapter: AttentionAdapter, inputs: list[Inputs], half: list[Outputs], buffers: torch.dtype | None = None
 ) -> tuple[float, float, float]:
     """Return the mean error of half precision, infinity for NaN, the allowed error, and plain PyTorch's."""
     dtype = inputs[0].query.dtype
-    whole = [adapter.run(x.to(torch.float32), rounding=dtype, **options) for x in inputs]
+    whole = [adapter.run(x.to(torch.float32), rounding=dtype, buffers=buffers) for x in inputs]
     got, expected = (flatten_outputs(adapter, inputs, outputs) for outputs in (half, whole))
     if not bool(got[expected.isfinite()].isfinite().all()):
         return math.inf, 0.0, 0.0
@@ -153,15 +154,21 @@ def compare_half(
     return mean_size(got - expected), 4 * loss + torch.finfo(dtype).eps * size, loss
 
 
-def is_right_with_buffers(adapter: AttentionAdapter, inputs: list[Inputs]) -> bool:
-    """Return True if half precision loses no more than it should where buffers stay in float32."""
-    dtype = inputs[0].query.dtype
+def describe_cast(adapter: AttentionAdapter, inputs: list[Inputs], error: float) -> str:
+    """Return what helps if half precision has this error because buffers are cast, else an empty string."""
+    dtype, kept = inputs[0].query.dtype, torch.float32
     try:
-        half = [adapter.run(x, dtype=dtype, casts_buffers=False) for x in inputs]
-    except CodeError:
-        return False
-    error, allowed, _ = compare_half(adapter, inputs, half, casts_buffers=False)
-    return error <= allowed
+        half = [adapter.run(x, dtype=dtype, buffers=kept) for x in inputs]
+        found, allowed, _ = compare_half(adapter, inputs, half, buffers=kept)
+        return "With buffers in float32 it is right." if found <= allowed else ""
+    except CodeError:  # its float32 angles don't fit tensors in half precision
+        try:
+            alone = [adapter.run(x.to(kept), rounding=dtype, buffers=dtype) for x in inputs]
+        except CodeError:
+            return ""
+        found, _, _ = compare_half(adapter, inputs, alone)
+        helps = "Keep buffers in float32, and cast the cosines and sines to the dtype of the queries."
+        return helps if 2 * found >= error else ""
 
 
 def flatten_outputs(adapter: AttentionAdapter, inputs: list[Inputs], outputs: list[Outputs]) -> Tensor:

@@ -70,7 +70,7 @@ class Call:
         training: The mode of the module.
         dtype: A dtype to which a copy of the module and every floating argument are cast.
         rounding: A dtype to which a copy of the module is cast and back, so that its parameters are rounded.
-        casts_buffers: Whether buffers are cast and rounded too.
+        buffers: The dtype of floating buffers; by default they are cast and rounded as parameters are.
         compiled: Whether to call it through torch.compile.
         seed: The random seed.
         memory: Whether to measure the peak of memory.
@@ -86,7 +86,7 @@ class Call:
     training: bool = False
     dtype: torch.dtype | None = None
     rounding: torch.dtype | None = None
-    casts_buffers: bool = True
+    buffers: torch.dtype | None = None
     compiled: bool = False
     seed: int = 0
     memory: bool = False
@@ -425,10 +425,12 @@ def cast_module(candidate: Any, call: Call) -> Any:
         return x.to(rounding or x.dtype).to(dtype or x.dtype) if x.is_floating_point() else x
 
     module = copy.deepcopy(candidate)
-    buffers = [] if call.casts_buffers else [{**each._buffers} for each in module.modules()]
+    buffers = [{**each._buffers} for each in module.modules()] if call.buffers else []
     module._apply(cast)
     for each, before in zip(module.modules(), buffers, strict=False):
-        each._buffers.update(before)
+        for name, x in before.items():
+            if x is not None and x.is_floating_point():
+                each._buffers[name] = x.to(call.buffers)
     return module
 
 
