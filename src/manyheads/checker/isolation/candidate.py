@@ -70,7 +70,8 @@ class Call:
         training: The mode of the module.
         dtype: A dtype to which a copy of the module and every floating argument are cast.
         rounding: A dtype to which a copy of the module is cast and back, so that its parameters are rounded.
-        buffers: The dtype of floating buffers; by default they are cast and rounded as parameters are.
+        buffers: The dtype of floating buffers, except for zeros (empty caches). If None, buffers are cast and
+            rounded as parameters are.
         compiled: Whether to call it through torch.compile.
         seed: The random seed.
         memory: Whether to measure the peak of memory.
@@ -429,7 +430,7 @@ def cast_module(candidate: Any, call: Call) -> Any:
     module._apply(cast)
     for each, before in zip(module.modules(), buffers, strict=False):
         for name, x in before.items():
-            if x is not None and x.is_floating_point():
+            if x is not None and x.is_floating_point() and bool(x.any()):
                 each._buffers[name] = x.to(call.buffers)
     return module
 
