@@ -13,7 +13,7 @@ from manyheads import checker
 from manyheads.checker.candidates.adapter import Options
 from manyheads.checker.candidates.attention import AttentionAdapter
 from manyheads.checker.candidates.probe import open_adapter
-from manyheads.checker.checks.cache import check_cache
+from manyheads.checker.checks.cache import LONG_PREFILL, check_cache
 from manyheads.checker.checks.evidence import gather
 from manyheads.checker.checks.registry import Check
 from manyheads.checker.isolation.process import open_candidate
@@ -515,6 +515,52 @@ def test_each_bug_of_a_cache_is_found(bug: Any, name: str | None, reason: str) -
     assert result.status == "failed"
     assert reason in result.reason
     assert (adapter.cache_bug and adapter.cache_bug.name) == name
+
+
+class Rolling(Layer):
+    """Causal self-attention with a sliding window. After `reset`: a prompt, then one token at a time."""
+
+    def __init__(self, d_model: int, num_heads: int, window: int = 4) -> None:
+        super().__init__(d_model, num_heads)
+        self.window = window
+        self.reset()
+
+    def reset(self) -> None:
+        self.seen, self.cached = 0, torch.zeros(0)
+
+    def slots(self, positions: Tensor, is_prompt: bool) -> Tensor:
+        return positions % self.window
+
+    def forward(self, x: Tensor) -> Tensor:
+        (q, *kv), start, t = self.heads(x), self.seen, x.shape[1]
+        self.seen += t
+        if start and t > 1:
+            raise NotImplementedError("after the prompt, one token at a time")
+        if not start:
+            self.cached = torch.zeros(2, *kv[0].shape[:2], self.window, self.d)
+        positions = torch.arange(start, self.seen)[-self.window :]
+        self.cached[:, :, :, self.slots(positions, not start)] = torch.stack(kv)[
+            ..., -len(positions) :, :
+        ].detach()
+        if start:
+            n = min(self.seen, self.window)
+            return self.attend(q, *self.cached[..., :n, :], torch.ones(1, n, dtype=torch.bool))
+        distance = torch.arange(t)[:, None] - torch.arange(t)
+        return self.attend(q, *kv, (distance >= 0) & (distance < self.window))
+
+
+class RollingFromFirst(Rolling):
+    """Causal self-attention with a sliding window. After `reset`: a prompt, then one token at a time."""
+
+    def slots(self, positions: Tensor, is_prompt: bool) -> Tensor:
+        return torch.arange(len(positions)) if is_prompt else super().slots(positions, is_prompt)
+
+
+def test_a_prefill_that_is_longer_than_the_window() -> None:
+    assert judge(Rolling)[0].status == "passed"
+    result = judge(RollingFromFirst)[0]
+    assert result.status == "failed"
+    assert result.reason.startswith(LONG_PREFILL)
 
 
 # -- what is said, and what isn't ------------------------------------------------------------------
