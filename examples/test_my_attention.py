@@ -28,7 +28,7 @@ class MyAttention(nn.Module):
 
 
 class Unscaled(MyAttention):
-    """The same module with a bug: the scores are not divided by √d."""
+    """The same module, with a bug: its scores are too large."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, e = x.shape

@@ -499,6 +499,8 @@ def test_a_benchmark_runs(command: str) -> None:
         if CHROMIUM is None:
             pytest.skip(MISSING)
         words += ["--browser", CHROMIUM]
+    if "gpu" in command and not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
     short = ["--length", "512", *(["--ranks", "2"] if "memory" in words else ["--rounds", "1"])]
     done = run([sys.executable, str(ROOT / words[0]), *words[1:], *short], ROOT)
     assert done.returncode == 0, done.stderr
