@@ -205,6 +205,10 @@ def test_a_fill_that_float16_does_not_have_is_named() -> None:
     assert set(by_status(found, "failed")) == {"float16"}
     assert [diagnosis.bug for diagnosis in found.diagnosis] == ["fill-overflow"]
     assert "finfo" in found.diagnosis[0].fix
+    stated = type(
+        "Stated", (layer(fill=fill_overflow),), {"__doc__": "Causal self-attention, used in float32."}
+    )
+    assert "float32" in by_status(checker.check(stated), "convention")["float16"].reason
 
 
 @pytest.mark.every(3)

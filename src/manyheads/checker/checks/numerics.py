@@ -182,9 +182,18 @@ def mean_size(x: Tensor) -> float:
     return float(x[x.isfinite()].square().mean().sqrt())
 
 
+FLOAT32_ONLY = re.compile(
+    r"\b(?:used?|runs?|works?|only) (?:in|for|with) (?:float32|fp32|single precision)\b|"
+    r"\b(?:float32|fp32)[ -]only\b|\bonly (?:float32|fp32)\b",
+    re.I,
+)
+
+
 def judge_rejection(raised: CodeError, dtype: torch.dtype, condition: str, text: str) -> Check:
     """Return the result for a candidate that raises in half precision, which documentation may promise."""
     name = str(dtype).removeprefix("torch.")
+    if FLOAT32_ONLY.search(text):
+        return convention(f"{raised.reason}{condition}; its documentation says float32.")
     if "without overflow" in raised.reason:  # PyTorch has no class for this error
         return failed(f"{raised.reason}{condition}.", bug=FILL_OVERFLOW)
     if "not implemented for" in raised.reason:  # by PyTorch, on this device
