@@ -563,6 +563,41 @@ def test_a_prefill_that_is_longer_than_the_window() -> None:
     assert result.reason.startswith(LONG_PREFILL)
 
 
+class Decoding(Layer):
+    """Causal self-attention."""
+
+    cached: Any = None
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        t, s = q.shape[2], k.shape[2]
+        visible = torch.ones(t, s, dtype=torch.bool).tril(s - t)
+        weights = (q @ k.mT / self.d**0.5).masked_fill(~visible, float("-inf")).softmax(-1)
+        return self.o((weights @ v).transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._mix(*self.heads(x))
+
+    def decode(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        self.cached = extend(self.cached, k, v)
+        return self._mix(q * self.d**0.5, *self.cached)
+
+
+class AsAdvised(Decoding):
+    """Causal self-attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cached = None
+        return torch.cat([self.decode(token) for token in x.split(1, 1)], 1)
+
+
+def test_a_method_that_forward_does_not_call_is_not_judged_and_the_adapter_is() -> None:
+    found = checker.check(Decoding)
+    assert found.verdict == "not judged"
+    assert "self.decode(token) for token in x.split(1, 1)" in " ".join(found.words())
+    assert [diagnosis.bug for diagnosis in checker.check(AsAdvised).diagnosis] == ["unscaled"]
+
+
 # -- what is said, and what isn't ------------------------------------------------------------------
 
 

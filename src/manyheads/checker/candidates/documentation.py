@@ -418,16 +418,27 @@ def makes_triangle(node: ast.AST) -> bool:
     return any(map(makes_triangle, ast.iter_child_nodes(node)))
 
 
-def uncalled_methods(description: Description) -> list[str]:
-    """Return the methods for steps of decoding that compute attention themselves and that no method calls."""
+def uncalled_methods(description: Description) -> dict[str, int]:
+    """Return the methods for steps of decoding that no method calls, and how many arguments each has.
+
+    They compute attention, by a helper perhaps, but not by forward.
+    """
     nodes = [*ast.walk(parse(description.source))]
     called = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name == description.name]
-    methods = [node for cls in classes for node in cls.body if isinstance(node, ast.FunctionDef)]
-    return [
-        method.name
-        for method in methods
-        if not method.name.startswith("_") and method.name not in ("forward", *called)
-        if re.search(r"step|decode|incremental|forward|prefill|infer", method.name)
-        and re.search(r"softmax|scaled_dot_product", ast.unparse(method))
-    ]
+    methods = {node.name: node for cls in classes for node in cls.body if isinstance(node, ast.FunctionDef)}
+
+    def attends(name: str, *callers: str) -> bool:
+        if re.search(r"softmax|scaled_dot_product", ast.unparse(methods[name])):
+            return True
+        used = {node.attr for node in ast.walk(methods[name]) if isinstance(node, ast.Attribute)}
+        return any(
+            attends(helper, name, *callers) for helper in used & {*methods} - {"forward", name, *callers}
+        )
+
+    return {
+        name: len(method.args.args) - 1
+        for name, method in methods.items()
+        if not name.startswith("_") and name not in ("forward", *called)
+        if re.search(r"step|decode|incremental|forward|prefill|infer", name) and attends(name)
+    }

@@ -245,13 +245,23 @@ def probe(adapter: AttentionAdapter) -> AttentionAdapter:
     find_window(adapter, g)
     find_padded_queries(adapter, g)
     find_cache(adapter)
-    for name in documentation.uncalled_methods(adapter.description):
+    for name, count in documentation.uncalled_methods(adapter.description).items():
         adapter.unjudged[name] = (
             "forward doesn't call this method. Check it too, in an adapter that calls it:\n"
-            f"class Adapter({adapter.description.name}):\n    def forward(self, x, cache=None):\n"
-            f"        return self.{name}(x, cache)"
+            f"class Adapter({adapter.description.name}):\n{describe_call(name, count)}"
         )
     return adapter
+
+
+def describe_call(method: str, count: int) -> str:
+    """Return the forward of an adapter that calls a method with this number of arguments."""
+    if count != 1:
+        return f"    def forward(self, x, cache=None):\n        return self.{method}(x, cache)"
+    is_step = re.search(r"step|decode|incremental", method)
+    result = (
+        f"torch.cat([self.{method}(token) for token in x.split(1, 1)], 1)" if is_step else f"self.{method}(x)"
+    )
+    return f"    def forward(self, x):\n        ...  # empty its cache\n        return {result}"
 
 
 # -- inputs ----------------------------------------------------------------------------------------
