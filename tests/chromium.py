@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from playwright.sync_api import Frame, Page, expect
+from playwright.sync_api import Browser, Frame, Page, Playwright, expect, sync_playwright
 
 from tests.waiting import HANG
 
@@ -23,6 +25,26 @@ FLAGS = [
     "--disable-sync",
 ]
 expect.set_options(timeout=1000 * HANG)
+
+
+_running: list[Playwright] = []  # at most one, because a thread can't start a second one
+
+
+@contextmanager
+def launched() -> Iterator[Browser]:
+    """Launch a browser, by the Playwright that is running already if a fixture was left open.
+
+    pytest-rerunfailures forgets the open fixtures of a test that it runs again.
+    """
+    if _running:
+        browser = _running[0].chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+        return
+    with sync_playwright() as playwright:
+        _running.append(playwright)
+        yield playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        _running.clear()
 
 
 def wait_until_painted(page: Page | Frame) -> None:

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 import manyheads as mh
 from manyheads.viewer import widget as module
 from manyheads.viewer.api import Api
-from tests.chromium import CHROMIUM, FLAGS, MISSING, wait_until_painted
+from tests.chromium import CHROMIUM, MISSING, launched, wait_until_painted
 from tests.waiting import HANG, wait_until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -335,13 +335,11 @@ class Book:
 
 @pytest.fixture
 def book(lab: str) -> Iterator[Book]:
-    with sync_playwright() as tools:
-        browser = tools.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+    with launched() as browser:
         page = browser.new_page(viewport={"width": 1300, "height": 1000})
         wrong: list[str] = []
         page.on("pageerror", lambda error: wrong.append(str(error)))
         yield Book(page, lab)
-        browser.close()
     assert not wrong
 
 

@@ -10,11 +10,11 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 from manyheads.viewer.api import Api
 from manyheads.viewer.server import Server
-from tests.chromium import CHROMIUM, FLAGS
+from tests.chromium import launched
 from tests.integration.viewer.pages import collect_errors, mark_errors
 from tests.waiting import HANG
 
@@ -22,8 +22,8 @@ from tests.waiting import HANG
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     """A browser for all tests of this folder; after them, Playwright's event loop must not run on."""
-    with sync_playwright() as playwright:
-        yield playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+    with launched() as browser:
+        yield browser
 
 
 @pytest.fixture

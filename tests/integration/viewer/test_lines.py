@@ -15,6 +15,7 @@ from manyheads.viewer.api import Api
 from manyheads.viewer.export import plan_export
 from manyheads.viewer.server import Server
 from tests.integration.viewer.pages import a_map, has_in_url, in_a_browser, loaded, opened, weight
+from tests.waiting import wait_until
 
 pytestmark = in_a_browser
 
@@ -308,6 +309,6 @@ def test_lines_open_at_the_top_after_a_long_text(page: Page, served: list[Server
     q, k = torch.randn(1, 1, 3, 8), torch.randn(1, 1, 3000, 8)
     amap = mh.attention_with_map(q, k, k)[1]
     opened(page, served, amap, at="#page=text")
-    page.wait_for_function("document.querySelector('main').scrollTop > 0")  # the last token is in view
+    wait_until(lambda: page.evaluate("document.querySelector('main').scrollTop") > 0)  # to the last token
     page.locator("#page-lines").click()
     expect(page.locator(".column .label").first).to_be_in_viewport()
