@@ -10,41 +10,33 @@ received attention and pooled maps of 512 × 512, beside PyTorch's attention alo
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 import typer
-from torch import Tensor
 
 import manyheads as mh
-from manyheads.bench import measure_seconds
+from manyheads.bench import measure_seconds, with_backward, with_statistics
 from manyheads.kernels import machine
 
 HEADS = 8
 KINDS = ("forward", "causal", "training", "statistics")
-REQUESTED = {
-    **dict.fromkeys(("entropy", "distance", "row_max", "received"), ()),
-    "pooled": [(512, 512, "mean"), (512, 512, "max")],
-}
 
 
-def contestants(kind: str, length: int, size: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+def contestants(kind: str, length: int, size: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return PyTorch's call and ours, with the same inputs."""
-    training = kind == "training"
-    q, k, v = (torch.randn(1, HEADS, length, size, dtype=dtype, requires_grad=training) for _ in range(3))
-    upstream = torch.randn_like(q)
-
-    def trained(attend: Callable[[], Tensor]) -> Callable[[], object]:
-        return (lambda: torch.autograd.grad(attend(), (q, k, v), upstream)) if training else attend
-
+    q, k, v = (torch.randn(1, HEADS, length, size, dtype=dtype) for _ in range(3))
+    if kind == "statistics":
+        found = with_statistics(q, k, v)
+        return {"PyTorch": found["PyTorch"], "ours": found["native with statistics"]}
     causal = kind in ("causal", "training")
     mask = mh.Causal() if causal else None
-    pytorch = trained(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal))
-    if kind == "statistics":
-        return {"PyTorch": pytorch, "ours": lambda: mh.attention_with_map(q, k, v, statistics=REQUESTED)}
-    return {"PyTorch": pytorch, "ours": trained(lambda: mh.attention(q, k, v, mask=mask))}
+    forwards = {
+        "PyTorch": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
+        "ours": lambda: mh.attention(q, k, v, mask=mask),
+    }
+    return with_backward(forwards, q, k, v) if kind == "training" else forwards
 
 
 def main(

@@ -276,6 +276,18 @@ class Inputs:
             "scale": self.case.scale,
         }
 
+    def on(self, device: torch.device | str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Copies of the leaves on a device, and what `attention` takes beside q, k and v there."""
+        leaves = {name: x.detach().to(device).requires_grad_() for name, x in self.leaves().items()}
+        given = self.arguments() | {"sink": leaves.get("sink")}
+        if self.mask is not None:
+            given["mask"] = given["mask"].to(device)
+        if self.bias is not None:
+            given["bias"] = library_bias((self.bias[0], leaves["bias"]))
+        if isinstance(self.offset, Tensor):
+            given["offset"] = self.offset.to(device)
+        return leaves, given
+
 
 def gradients(out: Tensor, leaves: dict[str, Tensor], upstream: Tensor) -> dict[str, Tensor]:
     """The gradient of every leaf; zeros if the output doesn't depend on it."""

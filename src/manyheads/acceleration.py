@@ -258,13 +258,13 @@ def _find(
         return "it has dropout"
     if not (torch._C._get_flash_sdp_enabled() and torch._C._get_math_sdp_enabled()):
         return "torch.nn.attention.sdpa_kernel or torch.backends.cuda selects PyTorch's kernel"
-    if attn_mask is not None or query.dim() != 4 or torch._C._is_any_autocast_enabled():
+    if attn_mask is not None or query.dim() != 4 or not query.is_cpu or torch._C._is_any_autocast_enabled():
         return _find_general(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     # The kernel and its arguments are remembered for the layout.
     mask = _CAUSAL if is_causal else None
     kind = "grouped" if enable_gqa else "heads"
     layout = plans.layout(query, key, value, mask, None, scale, None, None, 0.0, 0, kind)
-    if layout is None or not query.is_cpu:
+    if layout is None:
         return _find_general(query, key, value, None, is_causal, scale, enable_gqa)
     run = _decisions.get(layout)
     if run is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,16 +12,12 @@ from torch import Tensor
 import manyheads as mh
 from manyheads import kernels
 from manyheads.problem import Problem
-from tests.cases import CASES, KERNELS, Answer, Case, build, gradients, library_bias, make, oracle, over
+from tests.cases import CASES, KERNELS, Case, gradients, make, over
+from tests.unit.kernels.test_kernels import check, truth
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 DEVICE = torch.device("cuda")
 MIB = 2**20
-
-
-@cache
-def truth(case: Case, fused: bool) -> Answer:
-    return oracle(make(case), fused)
 
 
 def qkv(*sizes: int, dtype: torch.dtype = torch.float32, **options: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,14 +32,7 @@ def qkv(*sizes: int, dtype: torch.dtype = torch.float32, **options: bool) -> tup
 def test_table(case: Case, kernel: str) -> None:
     """Output, gradients and weights of every kernel, within the budget that holds on the CPU."""
     inputs = make(case)
-    leaves = {name: x.detach().to(DEVICE).requires_grad_() for name, x in inputs.leaves().items()}
-    given = inputs.arguments() | {"sink": leaves.get("sink")}
-    if inputs.mask is not None:
-        given["mask"] = build(inputs.mask).to(DEVICE)
-    if inputs.bias is not None:
-        given["bias"] = library_bias((inputs.bias[0], leaves["bias"]))
-    if isinstance(inputs.offset, Tensor):
-        given["offset"] = inputs.offset.to(DEVICE)
+    leaves, given = inputs.on(DEVICE)
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
     problem = Problem.of(q, k, v, **given)
     if kernel == "auto" and kernels.choose(problem).NAME == "flex":
@@ -54,12 +42,9 @@ def test_table(case: Case, kernel: str) -> None:
             mh.attention(q, k, v, **given, kernel=kernel)
         return
     out, amap = mh.attention_with_map(q, k, v, **given, kernel=kernel)
-    answer = truth(case, kernel in ("sdpa", "auto"))
     got = {"out": out} | gradients(out, leaves, inputs.upstream.to(DEVICE))
-    for name, x in got.items():
-        wrong = over(x.cpu(), answer.values[name], answer.errors[name])
-        assert not wrong, f"{name}: {wrong}"
-    exact = truth(case, False)
+    check(case, kernel, {name: x.cpu() for name, x in got.items()})
+    exact = truth(case)
     wrong = over(amap.dense().cpu(), exact.values["weights"], exact.errors["weights"])
     assert not wrong, f"weights: {wrong}"
 

@@ -45,7 +45,7 @@ def layout(
     if (
         torch.compiler.is_compiling()
         or not (type(q) is Tensor and type(k) is Tensor and type(v) is Tensor)
-        or not ((q.is_cpu and k.is_cpu and v.is_cpu) or q.device == k.device == v.device)
+        or not (q.device == k.device == v.device)
         or torch._C._is_any_autocast_enabled()
         or torch._C._len_torch_dispatch_stack()
         or peek_interpreter_stack() is not None

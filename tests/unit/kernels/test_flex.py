@@ -25,7 +25,7 @@ import manyheads as mh
 from manyheads import kernels
 from manyheads.kernels import flex, native, reference
 from manyheads.problem import Problem
-from tests.cases import BIASES, CASES, MASKS, Case, Inputs, build, gradients, library_bias, make, over
+from tests.cases import BIASES, CASES, MASKS, Case, Inputs, gradients, make, over
 from tests.unit.kernels.test_kernels import answer_for, check
 
 HALF = (torch.float16, torch.bfloat16)
@@ -209,15 +209,7 @@ def test_many_runs_of_keys_are_refused() -> None:
 
 def problem_of(inputs: Inputs, device: str = "cpu") -> tuple[Problem, dict[str, Tensor]]:
     """The library's problem on a device, and the leaves that get gradients."""
-    leaves = {name: x.detach().to(device).requires_grad_() for name, x in inputs.leaves().items()}
-    given = inputs.arguments()
-    if inputs.mask is not None:
-        given["mask"] = build(inputs.mask).to(device)
-    if inputs.bias is not None:
-        given["bias"] = library_bias((inputs.bias[0], leaves["bias"]))
-    if isinstance(inputs.offset, Tensor):
-        given["offset"] = inputs.offset.to(device)
-    given["sink"] = leaves.get("sink")
+    leaves, given = inputs.on(device)
     return Problem.of(leaves["q"], leaves["k"], leaves["v"], **given), leaves
 
 
