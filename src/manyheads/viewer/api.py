@@ -292,9 +292,9 @@ class Api:
             columns = {name: x for name, x in columns.items() if name not in POSITIONAL_SCORES}
         plain = {name: [None if x != x else x for x in column.tolist()] for name, column in columns.items()}
         if is_map:  # sums over the weights of some keys only may be 0 where others are NaN
-            bad = [n for n, x in enumerate(plain["entropy"]) if x is None]
+            entropies = plain["entropy"]
             plain = {
-                name: [None if n in bad else x for n, x in enumerate(column)]
+                name: [None if entropy is None else x for x, entropy in zip(column, entropies, strict=True)]
                 for name, column in plain.items()
             }
         heads = [dict(zip(plain, row, strict=True)) for row in zip(*plain.values(), strict=True)]
