@@ -136,14 +136,11 @@ def read_roles(
             for name, (role, _) in roles.items()
             if role in pair
         }
-    for argument in arguments:  # kv in "k, v = kv" are cached keys and values
-        unpacked = rf"\b\w+, \w+ = {argument.name}\b(?![.,(\[])|\b{argument.name}\[[01]\]"
-        if (
-            roles[argument.name][0] == "context"
-            and re.search(unpacked, description.source)
-            and "cache" not in found
-        ):
-            roles[argument.name] = ("cache", "its code, which takes a pair apart")
+    for argument in arguments:
+        is_open = roles[argument.name][0] in ("context", None) and not set(CACHED) & found
+        if is_open and (reason := find_cache_reason(argument, description.source, text)):
+            roles[argument.name] = ("cache", reason)
+            found.add("cache")
     defaults = {argument.name: argument.default for argument in description.init or ()}
     switches = {**defaults, **init, **description.attributes}
     if off := [name for name, value in switches.items() if "cross_att" in name and value is False]:
@@ -175,6 +172,25 @@ def read_role(argument: Argument, text: str) -> tuple[str | None, str]:
     if role == "causal" and "mask" in argument.name and not is_switch:
         return "mask", "its name"
     return role, "its name"
+
+
+def find_cache_reason(argument: Argument, source: str, text: str) -> str:
+    """Return why an argument is a cache although its name doesn't say so, or "" if it isn't one."""
+    name = argument.name
+    if re.search(r"cache|kv", argument.annotation, re.I):
+        return "its annotation"
+    if re.search(rf"\b\w+, \w+ = {name}\b(?![.,(\[])|\b{name}\[[01]\]", source):  # k, v = kv
+        return "its code, which takes a pair apart" * (names.argument_role(name) == "context")
+    part = r"(?:keys?|values?|[kv])(?:_cache|_states?)?"
+    attribute = rf"\b{name}(?:\.{part}\b|\[[\'\"]{part}[\'\"]\])(?! *\()"  # past.k, or past["k"]
+    method = rf"\bk\w*, *v\w* *= *{name}\.\w+\("
+    if not argument.required and re.search(f"{attribute}|{method}", source):
+        return "its code, which takes keys and values from it"
+    lines = documentation.lines_about(name, text)
+    of_earlier = r"\bcache\b|\bkeys and values of (?:the )?(?:earlier|previous|past)\b"
+    is_switch = isinstance(argument.default, bool) or "bool" in argument.annotation
+    is_described = not argument.required and not is_switch and re.search(of_earlier, lines, re.I)
+    return "its documentation" if is_described else ""
 
 
 def is_of_context(name: str, role: str | None) -> bool:
