@@ -49,6 +49,12 @@ def read(oracle: Attention, path: str) -> Tensor:
     return oracle.weights.other[path]
 
 
+def divide_grid(t: int) -> tuple[int, int]:
+    """Return the numbers of rows and columns of a grid of t tokens that is as square as possible."""
+    rows = max((n for n in range(1, math.isqrt(max(t, 0)) + 1) if t % n == 0), default=1)
+    return rows, max(t, 0) // rows
+
+
 # -- norms and scales of vectors -------------------------------------------------------------------
 
 
@@ -166,6 +172,14 @@ class RotaryPositions(Part):
         moved: Those of q and k whose positions begin there.
         rotates_again: Whether each step rotates all cached keys again, which is a bug.
         is_given: Whether the call gives the angles, as cosines and sines.
+        axes: How the pairs of an image's tokens turn with their rows and columns: "first" (the first half of
+            the pairs with the rows), "halves" (pairs are within each half of the entries), "alternating", or
+            "" for positions in a sequence.
+        columns_first: Whether columns take the place of rows.
+        prefix: The number of tokens before those of the image, which aren't rotated.
+        is_centered: Whether coordinates are those of centers, −π to π, rather than numbers.
+        mistake: "transposed" (tokens are numbered as if columns came one after the other), "rows twice",
+            "columns twice" or "prefix last"; "" is correct.
     """
 
     encoding: type[Rotary]
@@ -180,6 +194,11 @@ class RotaryPositions(Part):
     moved: str = "qk"
     rotates_again: bool = False
     is_given: bool = False
+    axes: str = ""
+    columns_first: bool = False
+    prefix: int = 0
+    is_centered: bool = False
+    mistake: str = ""
 
     def wrappers(self) -> Wrappers:
         """Return the wrapper of the step whose result is rotated."""
@@ -226,10 +245,39 @@ class RotaryPositions(Part):
             inputs = inputs.but(positions=positions.to(dtype) * (self.factor * self.direction))
             if self.is_given and call.angles is not None:
                 inputs = inputs.but(angles=call.angles[:, None, tokens].to(dtype) * self.direction)
+            if self.axes:
+                angles = self.grid_angles(call.s, size)[tokens] * (self.factor * self.direction)
+                inputs = inputs.but(angles=angles[None, None].to(dtype))
+                first = swap_quarters(first) if self.axes == "halves" else first
+                inputs = inputs.but(query=first, key=first)
         encoding = self.encoding()
         encoding.x, encoding.width, encoding.base = inputs, size, self.base
         rotated = encoding.rotate_key() if role == "k" else encoding.rotate_query()
+        rotated = swap_quarters(rotated) if self.axes == "halves" else rotated
         return torch.cat((rotated.to(x.dtype), rest), -1)
+
+    def grid_angles(self, s: int, size: int) -> Tensor:
+        """Return the angles of s tokens, all but the prefix those of an image, `[s, size / 2]`."""
+        prefix = min(self.prefix, s)
+        rows, columns = divide_grid(s - prefix)
+        at = torch.arange(s - prefix)
+        is_transposed = self.mistake == "transposed"
+        row, column = (
+            (at % rows, at // rows) if is_transposed else (at // max(columns, 1), at % max(columns, 1))
+        )
+        places = {"rows": (row, rows), "columns": (column, columns)}
+        named = ["columns", "rows"] if self.columns_first else ["rows", "columns"]
+        named = [self.mistake.removesuffix(" twice")] * 2 if self.mistake.endswith("twice") else named
+        frequencies = self.base ** -(torch.arange(0, size // 2, 2, dtype=torch.float64) / (size // 2))
+        angles = []
+        for place, n in (places[name] for name in named):
+            centers = ((place + 0.5) / max(n, 1) * 2 - 1) * 2 * math.pi
+            coordinates = centers if self.is_centered else place.to(torch.float64)
+            angles.append(coordinates[:, None] * frequencies)
+        both = torch.stack(angles, -1).flatten(-2) if self.axes == "alternating" else torch.cat(angles, -1)
+        return torch.nn.functional.pad(
+            both, (0, 0, *((0, prefix) if self.mistake == "prefix last" else (prefix, 0)))
+        )
 
     def __str__(self) -> str:
         pairs = "neighboring pairs" if issubclass(self.encoding, Interleaved) else "half-split pairs"
@@ -237,7 +285,26 @@ class RotaryPositions(Part):
         factor = f", positions times {self.factor:g}" if self.factor != 1 else ""
         part = f", of the first {self.size} of {self.head_size} dimensions" * (self.size < self.head_size)
         direction = ", rotating the other way (weights of other models don't fit)" * (self.direction < 0)
-        return f"rotary encoding, {pairs}, {base}{factor}{part}{direction}"
+        return f"rotary encoding, {pairs}, {base}{factor}{part}{direction}{self.describe_grid()}"
+
+    def describe_grid(self) -> str:
+        """Return how pairs turn with rows and columns, or "" for positions in a sequence."""
+        if not self.axes:
+            return ""
+        axes = "columns and rows" if self.columns_first else "rows and columns"
+        shares = {
+            "first": f"halves of the pairs turn with {axes}",
+            "halves": f"halves of the entries turn with {axes}",
+            "alternating": f"pairs turn alternately with {axes}",
+        }
+        centered = ", by centers from −π to π" * self.is_centered
+        prefix = f", except for the first {self.prefix} tokens" * bool(self.prefix)
+        return f", {shares[self.axes]}{centered}{prefix}"
+
+
+def swap_quarters(x: Tensor) -> Tensor:
+    """Return vectors whose second and third quarters are exchanged, so that pairs of halves are pairs."""
+    return x.unflatten(-1, (2, 2, -1)).transpose(-3, -2).flatten(-3)
 
 
 @dataclass(frozen=True)
@@ -571,7 +638,7 @@ class HeadMixing(Part):
 
     path: str
     place: str
-    is_transposed: bool = False
+    mistake: str = ""
 
     def wrappers(self) -> Wrappers:
         """Return the wrapper of the scaled scores or of the weights."""

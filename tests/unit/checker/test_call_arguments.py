@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from manyheads import checker
-from tests.unit.checker.test_round_8 import Layer, past
+from tests.unit.checker.test_round_8 import Layer, bugs, past
 
 pytestmark = pytest.mark.usefixtures("quick", "one_thread")
 
@@ -74,19 +74,17 @@ class Slots(NamedTuple):
 
     keys: Tensor
     values: Tensor
-    count: int = 0
+    length: int = 0
 
 
 class NamedCache(Layer):
     """Causal attention, which returns its output and the next cache."""
 
-    start = 0
-
     def forward(self, x: Tensor, cache: Slots | None = None) -> tuple[Tensor, Slots]:
         q, k, v = self.heads(x)
         if cache is not None:
             k, v = torch.cat((cache.keys, k), 2), torch.cat((cache.values, v), 2)
-        visible = past(q.shape[2] - self.start, k.shape[2])
+        visible = past(q.shape[2], k.shape[2])
         scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf)
         return self.merge(scores.softmax(-1), v), Slots(k, v, k.shape[2])
 
@@ -156,3 +154,135 @@ def test_a_cache_of_a_class_of_the_file_is_used(layer: type, verdict: str) -> No
     report = checker.check(layer)
     assert report.verdict == verdict, str(report)
     assert verdict in [check.status for check in report.checks if check.name == "cache"]
+
+
+# -- numbers of tokens, rows and columns -----------------------------------------------------------
+
+
+class Axial(Layer):
+    """Attention with a rotary encoding by rows and columns.
+
+    x: [b, prefix + rows · columns, dim], the tokens of a class and of registers first.
+    shape: (rows, columns) of the image.
+    """
+
+    is_transposed = False
+
+    def __init__(self, dim: int = 32, num_registers: int = 1) -> None:
+        super().__init__(dim)
+        self.num_registers = num_registers
+
+    def rotate(self, x: Tensor, shape: tuple[int, int]) -> Tensor:
+        rows, columns = shape[::-1] if self.is_transposed else shape
+        at = torch.arange(rows * columns)
+        frequencies = 10000.0 ** (-torch.arange(2) / 2)
+        angles = torch.cat((at[:, None] // columns * frequencies, at[:, None] % columns * frequencies), -1)
+        prefix, rest = x.tensor_split([1 + self.num_registers], 2)
+        a, b = rest.chunk(2, -1)
+        rotated = (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin())
+        return torch.cat((prefix, torch.cat(rotated, -1)), 2)
+
+    def forward(self, x: Tensor, shape: tuple[int, int]) -> Tensor:
+        q, k, v = self.heads(x)
+        q, k = self.rotate(q, shape), self.rotate(k, shape)
+        return self.merge((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1), v)
+
+
+class AxialTransposed(Axial):
+    """Attention with a rotary encoding by rows and columns: shape (rows, columns)."""
+
+    is_transposed = True
+
+    def forward(self, x: Tensor, shape: tuple[int, int]) -> Tensor:
+        return super().forward(x, shape)
+
+
+class AxialQueries(Axial):
+    """Attention with a rotary encoding by rows and columns: shape (rows, columns)."""
+
+    def forward(self, x: Tensor, shape: tuple[int, int]) -> Tensor:
+        q, k, v = self.heads(x)
+        return self.merge((self.rotate(q, shape) @ k.mT / q.shape[-1] ** 0.5).softmax(-1), v)
+
+
+def test_the_numbers_of_rows_and_columns_are_passed() -> None:
+    report = checker.check(Axial)
+    assert report.verdict == "passed", str(report)
+    assert any("rows and columns, except for the first 2 tokens" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("layer", "bug"), [(AxialTransposed, "rotary-grid-transposed"), (AxialQueries, "rotary-queries-only")]
+)
+def test_a_wrong_encoding_of_rows_and_columns_is_named(layer: type, bug: str) -> None:
+    assert bugs(checker.check(layer)) == [bug]
+
+
+class FirstTokens(Layer):
+    """Attention of the first tokens to a context; those after them are returned unchanged.
+
+    query_length: the number of the first tokens.
+    """
+
+    def forward(self, x: Tensor, query_length: int, context: Tensor) -> Tensor:
+        first, rest = x.tensor_split([query_length], 1)
+        q, k, v = (
+            self.split(self.q_proj(first)),
+            *map(self.split, (self.k_proj(context), self.v_proj(context))),
+        )
+        return torch.cat((self.merge((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1), v), rest), 1)
+
+
+class AllTokens(Layer):
+    """Attention of the first tokens to a context; those after them are returned unchanged.
+
+    query_length: the number of the first tokens.
+    """
+
+    def forward(self, x: Tensor, query_length: int, context: Tensor) -> Tensor:
+        q, k, v = self.split(self.q_proj(x)), *map(self.split, (self.k_proj(context), self.v_proj(context)))
+        return self.merge((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1), v)
+
+
+class Undocumented(AllTokens):
+    """Attention to a context."""
+
+    def forward(self, x: Tensor, query_length: int, context: Tensor) -> Tensor:
+        return super().forward(x, query_length, context)
+
+
+class Counted(Layer):
+    """Attention to sequences of `seq_len` tokens, as in code that passes its sizes along."""
+
+    def forward(self, x: Tensor, batch_size: int, seq_len: int, layer_idx: int) -> Tensor:
+        q, k, v = (layer(x).view(batch_size, seq_len, 4, -1).transpose(1, 2)
+                   for layer in (self.q_proj, self.k_proj, self.v_proj))  # fmt: skip
+        return self.merge((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1), v)
+
+
+class CountedUnscaled(Counted):
+    """Attention to sequences of `seq_len` tokens, as in code that passes its sizes along."""
+
+    def forward(self, x: Tensor, batch_size: int, seq_len: int, layer_idx: int) -> Tensor:
+        q, k, v = self.heads(x)
+        return self.merge((q @ k.mT).softmax(-1), v)
+
+
+@pytest.mark.parametrize(
+    ("layer", "verdict"),
+    [
+        (FirstTokens, "passed"),
+        (AllTokens, "failed"),
+        (Undocumented, "not judged"),
+        (Counted, "passed"),
+        (CountedUnscaled, "failed"),
+    ],
+)
+def test_numbers_of_tokens_are_passed(layer: type, verdict: str) -> None:
+    report = checker.check(layer)
+    assert report.verdict == verdict, str(report)
+
+
+def test_the_number_of_all_tokens_may_be_called_that_of_queries() -> None:
+    report = checker.check(Undocumented, args={"query_length": "length"})
+    assert report.verdict == "passed", str(report)

@@ -124,6 +124,12 @@ def rotary_bugs() -> Iterator[PartBug]:
             yield PartBug(bug.name, bug.description, bug.fix, RotaryPositions, variants)
 
 
+def on_grid(*mistakes: str) -> Variants:
+    """Return a function that returns encodings of an image's tokens with each of these mistakes."""
+    orders = [False, True]  # of rows and columns, both of which may be meant
+    return lambda part: changed(mistake=list(mistakes), columns_first=orders)(part) if part.axes else []
+
+
 def opposite(part: RotaryPositions) -> list[Replacement]:
     """Return an encoding that rotates keys the other way than queries."""
     swapped = replace(part, direction=-part.direction)
@@ -314,6 +320,12 @@ BUGS: list[PartBug] = [
         "keep the number of all tokens so far beside the cache", RotaryPositions, lambda part: []),
     PartBug("rotary-again", "that rotates the keys in its cache again in each step", "cache keys after they are rotated and rotate the new ones alone, or cache them before",
         RotaryPositions, changed(rotates_again=True)),
+    PartBug("rotary-grid-transposed", "whose rotary encoding takes an image's rows for columns: tokens are numbered row by row, and their coordinates column by column",
+        'token n is in row n // columns and column n % columns: torch.meshgrid(rows, columns, indexing="ij"), flattened', RotaryPositions, on_grid("transposed")),
+    PartBug("rotary-one-axis", "whose rotary encoding of an image uses one axis for both halves of the pairs", "one half turns with the row, the other with the column",
+        RotaryPositions, on_grid("rows twice", "columns twice")),
+    PartBug("rotary-prefix-misplaced", "whose rotary encoding of an image leaves out the last tokens rather than the first", "the tokens of a class and of registers come first: rotate x[:, :, prefix:]",
+        RotaryPositions, lambda part: on_grid("prefix last")(part) if part.prefix else []),
     PartBug("window-off", "whose window is too wide or too narrow, often by one key", WINDOW, Window,
         lambda part: changed(size=[part.size - 1, part.size + 1, part.size + 2, part.size // 2])(part)),
     PartBug("window-slot-empty", "whose rolling cache moves on one token too early: an empty slot stands in place of the oldest key of its window",

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from manyheads.checker.candidates.adapter import D, S
-from manyheads.checker.candidates.attention import POSITIONS, SEQUENCES, AttentionAdapter
+from manyheads.checker.candidates.attention import GRIDS, POSITIONS, SEQUENCES, AttentionAdapter
 from manyheads.checker.candidates.documentation import documented_mechanism, parse, read_mask
 from manyheads.checker.candidates.errors import UnexpectedOutput
 from manyheads.checker.candidates.forms import KEY_MASKS, NUMBERS
@@ -63,6 +63,7 @@ Kind = TypeVar("Kind", bound=Part)
 LOOSE = 1e-3  # relative error before eps is known
 EPS = (1e-6, 1e-5, 1e-8, 1e-12, torch.finfo(torch.float32).eps, 0.0)
 BASES = (10000.0, 500000.0, 1000000.0)
+AXES = ("first", "halves", "alternating")  # of rotary encodings of images
 KINDS = [("RMS", False), ("layer", False), ("RMS", True), ("L2", False), ("layer", True), ("L2", True),
          ("none", False)]  # of norms, and whether their factor is 1 plus a parameter  # fmt: skip
 SEED = 71
@@ -381,7 +382,7 @@ class Search:
             readings = [replace(w, sink=torch.full_like(sink, NO_SINK)) for w in readings if w is not None]
         try:
             x = adapter.draw(self.generator, 3, 1, 1)
-            if adapter.count:  # equal tokens instead of one
+            if adapter.count or adapter.prefix:  # equal tokens instead of one
                 x = adapter.replace_sequences(x, query=x.query[:, :1].expand_as(x.query))
             calls = [(x, self.run(x))]
             outer = self.find_effective(*calls[0])
@@ -409,6 +410,8 @@ class Search:
         adapter, before = self.adapter, self.adapter.packings
         adapter.parts, adapter.packings = parts, before[n:] + before[:n]
         lengths = [7, 4, 9]
+        if GRIDS & set(adapter.arguments):  # several rows and columns
+            lengths += [adapter.prefix + 6, adapter.prefix + 12]
         for table in select(parts, TableBias):
             lengths += [table.max_distance + 5] if table.kind == "buckets" else []
             lengths += [max(adapter.parameters[table.path].shape) + 5] if table.kind == "distances" else []
@@ -712,9 +715,29 @@ class Search:
         ]
         before_scale = r"(?:alibi|slope|bias)[^.;]*\bbefore (?:the )?(?:scores are )?scal(?:e|ed|ing)\b"
         is_scaled = re.search(before_scale, text, re.I) is not None
+        if has_angles:
+            rotary = [*self.grid_encodings(bases or BASES, factors, sizes, pairs), *rotary]
         alibi: list[Parts] = [(Alibi(is_symmetric=not self.adapter.always_causal, is_scaled=is_scaled),)]
         found = alibi + rotary if re.search(r"alibi|slope", text, re.I) else rotary + alibi
         return [*found, ()] if self.adapter.has_positions and has_angles else [(), *found]
+
+    def grid_encodings(
+        self, bases: Iterable[float], factors: list[float], sizes: list[int], pairs: list[type[Rotary]]
+    ) -> Iterator[Parts]:
+        """Yield the rotary encodings of the tokens of an image, by their rows and columns."""
+        text = self.adapter.description.source + self.adapter.text
+        is_image = GRIDS & set(self.adapter.arguments) or self.adapter.grid_axes == ["h", "w"]
+        if not (is_image or re.search(r"axial|\b2-?d\b", text, re.I)):
+            return
+        centered = (True, False) if re.search(r"math\.pi|torch\.pi|np\.pi", text) else (False,)
+        orders = product((1, -1), bases, factors, sizes, (False, True), centered, AXES, pairs)
+        for direction, base, factor, n, columns_first, is_centered, axes, pair in orders:
+            if n % 4 == 0 and not (axes == "halves" and pair is Interleaved):
+                yield (
+                    RotaryPositions(pair, n, self.size, base, factor, direction, axes=axes,
+                                    columns_first=columns_first, prefix=self.adapter.prefix,
+                                    is_centered=is_centered),
+                )  # fmt: skip
 
     def cap_options(self) -> list[Parts]:
         """Return the caps that scores may have, and none: last if a caller sets one."""

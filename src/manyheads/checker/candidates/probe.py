@@ -18,13 +18,13 @@ import torch
 
 from manyheads.checker.candidates import documentation, forms, names
 from manyheads.checker.candidates.adapter import Adapter, B, Options, S, T
-from manyheads.checker.candidates.attention import ANGLES, POSITIONS, SEQUENCES, AttentionAdapter
+from manyheads.checker.candidates.attention import ANGLES, GRIDS, POSITIONS, SEQUENCES, AttentionAdapter
 from manyheads.checker.candidates.caches import find_cache, prepare_calls
 from manyheads.checker.candidates.construct import fill_arguments, has_implementations
 from manyheads.checker.candidates.encoding import RotaryAdapter, TableAdapter
 from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
 from manyheads.checker.candidates.masks import fill_required_masks, find_masks
-from manyheads.checker.candidates.parts import find_parts
+from manyheads.checker.candidates.parts import Numbers, find_parts
 from manyheads.checker.candidates.roles import (
     CACHES,
     MASKS,
@@ -212,6 +212,7 @@ def probe(adapter: AttentionAdapter) -> AttentionAdapter:
     """Find how the candidate is called, and which inputs and outputs it supports."""
     g = torch.Generator().manual_seed(2)
     prepare_calls(adapter)
+    find_counts(adapter, g)
     if adapter.weights is not None and adapter.options.layout is None:
         find_tokens(adapter, g)
     find_position_forms(adapter, g)
@@ -265,6 +266,39 @@ def describe_call(method: str, count: int) -> str:
 
 
 # -- inputs ----------------------------------------------------------------------------------------
+
+
+def find_counts(adapter: AttentionAdapter, g: torch.Generator) -> None:
+    """Find how many tokens are before those of a grid, or after those that attend, if calls pass numbers.
+
+    The first number with which calls of two lengths are accepted: that of a grid or of queries alone, those
+    that settings name, and one, as for the token of a class.
+    """
+    if GRIDS & set(adapter.arguments):
+        numbers = (
+            Numbers(adapter).named_like(r"prefix|regist|cls|class|special|extra|global|storage").values()
+        )
+        likely = {0: None, **dict.fromkeys(int(n) for n in numbers if 0 < n < 64)}
+        likely |= dict.fromkeys([*(n + 1 for n in likely), sum(likely) + 1])
+        for adapter.prefix in likely:
+            if all(adapter.attempt(adapter.draw(g, t=n + adapter.prefix)) for n in (6, 10)):
+                return
+        adapter.prefix = 0
+    if (name := adapter.arguments.get("query-length")) is None:
+        return
+    x, adapter.extra = adapter.draw(g), 2
+    try:
+        adapter.run(x, strict=False)
+    except CandidateError:
+        adapter.extra = 0
+    except UnexpectedOutput as error:
+        if re.search(r"unchanged|untouched|as they are|pass(?:es|ed)? through", adapter.text, re.I):
+            return  # the check of shapes fails
+        adapter.extra = 0
+        adapter.unjudged[name] = (
+            f"{error}, and nothing says what becomes of them. If {name} is the number of all tokens, give "
+            f"--arg {name}=length."
+        )
 
 
 def find_tokens(adapter: AttentionAdapter, g: torch.Generator) -> None:
