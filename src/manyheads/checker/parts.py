@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from manyheads.checker.encodings import Interleaved, Rotary
-from manyheads.checker.oracle import Attention, Inputs, Oracle
+from manyheads.checker.oracle import Attention, Inputs, Oracle, Outputs
 from manyheads.checker.overrides import wrap
 
 Wrappers = Mapping[str, Callable[..., Any]]
@@ -398,6 +398,7 @@ class TableBias(Bias):
         sign: 1 for distances j − i, −1 for i − j.
         window: The numbers of tokens of a window by axis, such as those of rows and columns.
         shift: The number of rows and columns by which the tokens are rolled before.
+        within: The windows of an image, if the tokens are those of all windows.
         strides: The factor of the distance on each axis, by default those of a table of all distances.
     """
 
@@ -409,6 +410,7 @@ class TableBias(Bias):
     window: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
     shift: int = 0
+    within: ShiftedWindow | None = None
 
     @property
     def natural_strides(self) -> list[int]:
@@ -422,13 +424,16 @@ class TableBias(Bias):
         if self.kind == "positions":
             table = table.reshape(-1, *table.shape[-2:])
             return table[:, i.clamp_max(table.shape[-2] - 1), j.clamp_max(table.shape[-1] - 1)]
-        table = table.flatten(0, -2) if table.shape[-1] == h else table.mT
+        table = table.flatten(0, -2) if table.shape[-1] == h else table.reshape(h, -1).mT
         if self.kind == "window":
             index = torch.zeros_like(i - j)
             for axis, stride in enumerate(self.strides or self.natural_strides):
                 n, inner = self.window[axis], math.prod(self.window[axis + 1 :])
-                rows, columns = ((each // inner - self.shift) % n for each in (i, j))
-                index = index + (rows - columns + n - 1) * stride
+                if self.within is not None:
+                    query, key = (self.within.coordinates(oracle, each)[axis] % n for each in (i, j))
+                else:
+                    query, key = ((each // inner - self.shift) % n for each in (i, j))
+                index = index + (query - key + n - 1) * stride
             return table[index].movedim(-1, 0)
         distances = self.sign * (j - i)
         n = table.shape[0]
@@ -456,32 +461,75 @@ class ShiftedWindow(Bias):
     Tokens of a window that the roll moved from the other side of the image see each other only.
 
     Attributes:
-        grid: The numbers of rows and columns.
-        size: The number of rows and of columns of a window.
-        shift: The number of rows and columns by which the image is rolled.
-        fill: What is added to masked scores.
+        images: The numbers of rows and columns of the images that calls have.
+        size: The numbers of rows and of columns of a window.
+        shift: The numbers of rows and of columns by which the image is rolled.
+        fill: What is added to the scores of tokens from the other side.
         separated: The axes on which tokens from the other side are masked; all but (0, 1) are bugs.
+        masks_padding: Whether zeros that fill up the last windows are masked; otherwise they are tokens.
+        rolls_always: Whether an axis that one window fills is rolled too.
     """
 
-    grid: tuple[int, int]
-    size: int
-    shift: int
+    images: tuple[tuple[int, int], ...]
+    size: tuple[int, int]
+    shift: tuple[int, int]
     fill: float = -math.inf
     separated: tuple[int, ...] = (0, 1)
+    masks_padding: bool = False
+    rolls_always: bool = True
+
+    def wrappers(self) -> Wrappers:
+        """Return the wrappers that add the mask, and fill up the windows before a call."""
+        return {**super().wrappers(), "__call__": self.fill_up}
+
+    def fill_up(self, oracle: Attention, call: Callable[[Inputs], Outputs], x: Inputs) -> Outputs:
+        """Return the outputs for an image whose last windows are filled up with zeros."""
+        rows, columns = next((each for each in self.images if math.prod(each) == x.t), divide_grid(x.t))
+        below, right = -rows % self.size[0], -columns % self.size[1]
+        is_token = torch.zeros(rows + below, columns + right, dtype=torch.bool)
+        is_token[:rows, :columns] = True
+        oracle.is_token = is_token
+        if not below + right:
+            return call(x)
+
+        def pad(tokens: Tensor) -> Tensor:
+            image = tokens.unflatten(1, (rows, columns))
+            return torch.nn.functional.pad(image, (0, 0, 0, right, 0, below)).flatten(1, 2)
+
+        outputs = call(x.but(query=pad(x.query), key=pad(x.key), value=pad(x.value)))
+        found, weights = is_token.flatten(), outputs.weights
+        return Outputs(outputs.out[:, found], None if weights is None else weights[..., found, :][..., found])
+
+    def coordinates(self, oracle: Attention, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows and the columns of tokens in the rolled image."""
+        rows, columns = oracle.is_token.shape
+        first, second = self.rolls(oracle)
+        return (tokens // columns - first) % rows, (tokens % columns - second) % columns
+
+    def rolls(self, oracle: Attention) -> list[int]:
+        """Return by how many rows and columns the image of this call is rolled."""
+        sides = zip(oracle.is_token.shape, self.size, self.shift, strict=True)
+        return [shift if self.rolls_always or n > size else 0 for n, size, shift in sides]
 
     def compute(self, oracle: Attention) -> Tensor:
         """Return the bias, `[1, t, s]`."""
-        (i, j), (rows, columns) = oracle.positions(), self.grid
-        visible = torch.ones_like(i == j)
-        for axis, n, stride in ((0, rows, columns), (1, columns, 1)):
-            query, key = ((x // stride - self.shift) % n for x in (i, j))
-            visible = visible & (query // self.size == key // self.size)
+        (i, j), is_token = oracle.positions(), oracle.is_token
+        inside, visible = torch.ones_like(i == j), torch.ones_like(i == j)
+        each_axis = zip(self.coordinates(oracle, i), self.coordinates(oracle, j), strict=True)
+        for axis, (query, key) in enumerate(each_axis):
+            inside = inside & (query // self.size[axis] == key // self.size[axis])
+            last = is_token.shape[axis] - self.rolls(oracle)[axis]
             if axis in self.separated:
-                visible = visible & ((query >= n - self.shift) == (key >= n - self.shift))
-        return torch.zeros(1, oracle.x.t, oracle.x.s).to(oracle.q).masked_fill(~visible, self.fill)
+                visible = visible & ((query >= last) == (key >= last))
+        if self.masks_padding:  # which sees itself, so that no output is NaN
+            inside = inside & (is_token.flatten() | (i == j))
+        bias = torch.zeros(1, oracle.x.t, oracle.x.s).to(oracle.q).masked_fill(~visible, self.fill)
+        return bias.masked_fill(~inside, -math.inf)
 
     def __str__(self) -> str:
-        return f"windows of {self.size} × {self.size} tokens, shifted by {self.shift}"
+        shift = f", shifted by {' and '.join(map(str, dict.fromkeys(self.shift)))}" * any(self.shift)
+        images = " and ".join(f"{rows} × {columns}" for rows, columns in self.images)
+        return f"windows of {self.size[0]} × {self.size[1]} tokens{shift}, in images of {images}"
 
 
 def select_buckets(distances: Tensor, n: int, max_distance: int, is_bidirectional: bool) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from itertools import takewhile
@@ -80,6 +81,7 @@ class AttentionAdapter(Adapter):
         self.prepare: Make = lambda b: ()  # the calls before each call, for a batch of this size
         self.grid = ""  # the layout of x if it is one sequence, an image or a video, such as "[b, e, h, w]"
         self.count: int | None = None  # the number of tokens, if its constructor fixes it
+        self.images: list[tuple[int, int]] = []  # the rows and columns of images that calls take
         self.prefix = 0  # how many tokens are before those of a grid whose size is passed
         self.extra = 0  # how many tokens follow those that attend, if their number is passed
         self.angle_order = ("cos", "sin")  # of a tuple of both
@@ -284,11 +286,16 @@ class AttentionAdapter(Adapter):
         s: int | None = None,
         *,
         key_heads: int | None = None,
+        count: int | None = None,
     ) -> Inputs:
-        """Return random inputs without masks. In self-attention, `s` is ignored and equals `t`."""
+        """Return random inputs without masks. In self-attention, `s` is ignored and equals `t`.
+
+        A fixed number of tokens takes the place of both, or another such number, `count`.
+        """
+        count = count or self.count
         crosses = "cross" in self.features
         b = 1 if self.is_single else b
-        t, s = (self.count, self.count) if self.count else (max(t, self.prefix + 1), s)
+        t, s = (count, count) if count else (max(t, self.prefix + 1), s)
         s = s if crosses and s is not None else t
         if self.always_causal and (self.weights is None or not self.counts_from_start):
             s = max(s, t)  # fewer keys would leave queries without any
@@ -453,6 +460,8 @@ class AttentionAdapter(Adapter):
             calls["positions"] = self.place(x, (steps[:1] if is_shared else steps).cumsum(1).expand(x.b, -1))
         if GRIDS & arguments:  # two rows
             calls["grid"] = self.draw(g, b, self.prefix + 6)
+        for rows, columns in self.images[1:]:
+            calls[f"grid ({rows} × {columns})"] = self.draw(g, b, count=rows * columns)
         if "scale" in features:
             calls["scale"] = self.draw(g, b, t, s).but(scale=0.3)
         if "softcap" in features:
@@ -638,7 +647,7 @@ class AttentionAdapter(Adapter):
 
     def grid_sizes(self, t: int) -> list[int]:
         """Return the sizes of these axes for t tokens."""
-        h, w = divide_grid(t)
+        h, w = next((each for each in self.images if math.prod(each) == t), divide_grid(t))
         return [{"h": h, "w": w, "t": t}.get(axis, 1) for axis in self.grid_axes]
 
     def sequence_paths(self, call: Call) -> dict[str, tuple[str, ...]]:

@@ -79,6 +79,7 @@ COUNTS_ITSELF = (
 )
 UNSCALED = "as usual with a learned bias or factor"
 NO_SINK = -1e4
+WINDOWS = r"window|\bws\b"  # names of the sizes of windows of images
 COSINES = r"(?i:cosine|l2)|F\.normalize"  # in code or documentation of scores that are cosines
 QUERY_KEY_NORM = re.compile(r"(^|[._])(qk?|k|query|key)_?(norm|scale|gamma|ln|layernorm)", re.I)
 POSITION_TABLE = re.compile(r"rel|pos|bias_table|slope", re.I)
@@ -172,6 +173,11 @@ class Numbers:
         arguments |= {arg.name: arg.default for arg in description.call}
         named = {**arguments, **description.settings, **description.attributes}
         self.named = {name: x for name, x in named.items() if type(x) in (int, float)}
+        self.pairs = {
+            name: (x[0], x[1])
+            for name, x in named.items()
+            if isinstance(x, tuple | list) and [*map(type, x)] == [int, int]
+        }
         self.given = {name for name in (*arguments, *description.settings) if name in self.named}
         nodes = [node for node in ast.walk(parse(description.source)) if isinstance(node, ast.Constant)]
         constants = [float(node.value) for node in nodes if isinstance(node.value, int | float)]
@@ -182,6 +188,11 @@ class Numbers:
         """Return the numbers whose names match, only those that a caller sets if `given`."""
         names = self.given if given else self.named
         return {name: x for name, x in self.named.items() if name in names and re.search(pattern, name, re.I)}
+
+    def pairs_like(self, pattern: str) -> list[tuple[int, int]]:
+        """Return the pairs of numbers whose names match; one number stands for two equal ones."""
+        found = [x for name, x in self.pairs.items() if re.search(pattern, name, re.I)]
+        return found + [(int(x), int(x)) for x in self.named_like(pattern).values() if x == int(x)]
 
     def all(self) -> set[float]:
         """Return all numbers."""
@@ -273,7 +284,8 @@ class Search:
         window = None if visible is None else self.find_window(visible)
         adapter.has_positions = self.positions_matter(min(t, 6) if window is None else min(6, window.size))
         effective = self.find_effective(*calls[0])
-        inside: Parts = self.shifted_window() if window is None else (window,)
+        insides = (self.shifted_windows() or [()]) if window is None else [(window,)]
+        inside: Parts = insides[0]
         outer, found_around = self.find_surroundings()
         rest = [group for group in effective if group not in outer]
         surroundings: list[tuple[int, Parts]] = []
@@ -281,7 +293,12 @@ class Search:
         def candidates() -> Iterator[tuple[int, Parts]]:
             for n, around in islice(found_around, 12):
                 surroundings.append((n, around))
-                yield from ((n, around + parts + inside) for parts in self.score_parts(rest))
+                yield from (
+                    (n, around + parts + each)
+                    for parts in self.score_parts(rest)
+                    for each in insides
+                    if fits_windows(parts, each)
+                )
             yield from ((0, parts) for parts in self.with_more_keys(effective, inside))
 
         readings = adapter.readings
@@ -320,16 +337,20 @@ class Search:
         """Return the window that a caller sets, if there is one."""
         return tuple(Window(size, first=self.count_first()) for size in self.window_sizes()[:1])
 
-    def shifted_window(self) -> Parts:
-        """Return the shifted window that a caller sets, if tokens are the pixels of an image."""
-        named, axes = self.numbers.named_like, self.adapter.grid_axes
-        shifts = [int(x) for x in named(r"shift").values() if x >= 1]
-        sizes = [int(x) for x in named(r"window|\bws\b").values() if x > 1]
-        if not (shifts and sizes and self.adapter.count) or axes != ["h", "w"]:
-            return ()
-        rows, columns = self.adapter.grid_sizes(self.adapter.count)
-        fill = -100.0 if re.search(r"-100(?:\.0?)?\b", self.adapter.description.source) else -math.inf
-        return (ShiftedWindow((rows, columns), sizes[0], shifts[0], fill),)
+    def shifted_windows(self) -> list[Parts]:
+        """Return the windows, perhaps shifted, that a caller sets, if tokens are the pixels of images."""
+        if not self.adapter.images:
+            return []
+        [size, *_] = self.numbers.pairs_like(WINDOWS)
+        shifts = self.numbers.pairs_like(r"shift")
+        shifts = [pair for pair in dict.fromkeys([*shifts, (0, 0)]) if max(pair) < max(size)]
+        fills = re.findall(r"(?<![\w.])-(?:100(?:\.0?)?|1e\d)\b", self.adapter.description.source)
+        fill, images = min(map(float, fills), default=-math.inf), tuple(self.adapter.images)
+        # Which of these variants it is, only images show that windows don't divide.
+        variants = product(shifts, (False, True), (True, False)) if len(images) > 1 else product(
+            shifts, (False,), (True,)
+        )  # fmt: skip
+        return [(ShiftedWindow(images, size, shift, fill, (0, 1), *each),) for shift, *each in variants]
 
     def count_first(self) -> int:
         """Return the number of first tokens that a window always shows, as a caller sets it."""
@@ -412,11 +433,12 @@ class Search:
         lengths = [7, 4, 9]
         if GRIDS & set(adapter.arguments):  # several rows and columns
             lengths += [adapter.prefix + 6, adapter.prefix + 12]
+        counts = {n: math.prod(image) for n, image in enumerate(adapter.images)}
         for table in select(parts, TableBias):
             lengths += [table.max_distance + 5] if table.kind == "buckets" else []
             lengths += [max(adapter.parameters[table.path].shape) + 5] if table.kind == "distances" else []
-        for t in lengths:
-            x = adapter.draw(self.generator, 2, t, t + 1)
+        for n, t in enumerate(lengths):
+            x = adapter.draw(self.generator, 2, t, t + 1, count=counts.get(n))
             outputs = adapter.attempt(x) if t > 9 else adapter.run(x)
             if outputs is None:  # longer than its table
                 continue
@@ -649,6 +671,9 @@ class Search:
         if n == h * h and len(shape) >= 2 and shape[0] == h:
             yield from (HeadMixing(path, "scores", is_transposed) for is_transposed in (False, True))
         if len(shape) >= 2 and h in shape and len(paths) == 1:
+            for within in (each for [each] in self.shifted_windows() if isinstance(each, ShiftedWindow)):
+                if math.prod(2 * size - 1 for size in within.size) * h == n:
+                    yield TableBias(path, "window", window=within.size, within=within)
             shifts = [int(x) for x in self.numbers.named_like(r"shift").values()]
             for window in factorize(self.adapter.count or 0):
                 if math.prod(2 * n - 1 for n in window) * h == n:
@@ -820,6 +845,11 @@ def ranked(slots: list[list[Choice]]) -> Iterator[tuple[Choice, ...]]:
 
     totals = range(sum(len(slot) - 1 for slot in slots) + 1) if all(slots) else range(0)
     yield from islice((chosen for total in totals for chosen in with_sum(slots, total)), MOST_SETS)
+
+
+def fits_windows(parts: Parts, inside: Parts) -> bool:
+    """Return True unless a table of distances in windows is that of other windows."""
+    return all(table.within in (None, *inside) for table in select(parts, TableBias))
 
 
 def has_outer_norm(parts: Parts) -> bool:

@@ -24,7 +24,7 @@ from manyheads.checker.candidates.construct import fill_arguments, has_implement
 from manyheads.checker.candidates.encoding import RotaryAdapter, TableAdapter
 from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
 from manyheads.checker.candidates.masks import fill_required_masks, find_masks
-from manyheads.checker.candidates.parts import Numbers, find_parts
+from manyheads.checker.candidates.parts import WINDOWS, Numbers, find_parts
 from manyheads.checker.candidates.roles import (
     CACHES,
     MASKS,
@@ -215,6 +215,7 @@ def probe(adapter: AttentionAdapter) -> AttentionAdapter:
     find_counts(adapter, g)
     if adapter.weights is not None and adapter.options.layout is None:
         find_tokens(adapter, g)
+        find_images(adapter, g)
     find_position_forms(adapter, g)
     fill_required_masks(adapter, g)
     if adapter.weights is None:
@@ -335,6 +336,28 @@ def find_tokens(adapter: AttentionAdapter, g: torch.Generator) -> None:
     adapter.grid, adapter.count = max(accepted, key=accepted.__getitem__, default=("", None))
     if adapter.count:
         adapter.notes.append(f"takes {adapter.count} tokens, as trial calls show")
+
+
+def find_images(adapter: AttentionAdapter, g: torch.Generator) -> None:
+    """Find the numbers of rows and columns of images that have several windows, if a caller sets windows."""
+    numbers, is_image = Numbers(adapter), adapter.grid_axes == ["h", "w"]
+    sizes = [size for size in numbers.pairs_like(WINDOWS) if min(size) > 1 and max(size) <= 16]
+    if not sizes or (adapter.grid and not is_image):
+        return
+    rows, columns = sizes[0]
+    if adapter.count is not None:
+        found = [x for x in numbers.pairs.values() if math.prod(x) == adapter.count and x != sizes[0]]
+        square = math.isqrt(adapter.count)
+        found += [(square, square)] * (is_image and square * square == adapter.count)
+        adapter.images = [x for x in found if x[0] % rows == x[1] % columns == 0][:1]
+    elif is_image:
+        # Windows divide the first; the second has to be filled up, and one window has all rows of the third.
+        tried = [(2 * rows, 3 * columns), (rows + 1, 2 * columns + 1), (rows - 1, columns + 2)]
+        for image in tried:
+            adapter.images.append(image)
+            if adapter.attempt(adapter.draw(g, count=math.prod(image)), strict=True) is None:
+                adapter.images.pop()
+        adapter.count = math.prod(adapter.images[0]) if adapter.images else None
 
 
 def reject_learned_queries(adapter: AttentionAdapter, g: torch.Generator) -> None:
