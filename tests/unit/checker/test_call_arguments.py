@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from manyheads import checker
@@ -286,3 +286,78 @@ def test_numbers_of_tokens_are_passed(layer: type, verdict: str) -> None:
 def test_the_number_of_all_tokens_may_be_called_that_of_queries() -> None:
     report = checker.check(Undocumented, args={"query_length": "length"})
     assert report.verdict == "passed", str(report)
+
+
+# -- windows of images -----------------------------------------------------------------------------
+
+
+class Windows(Layer):
+    """Attention in shifted windows of images [b, h, w, e], filled up with zeros to whole windows.
+
+    An axis that one window fills isn't shifted.
+    """
+
+    def __init__(
+        self,
+        dim: int = 24,
+        window_size: tuple[int, int] = (2, 2),
+        shift: tuple[int, int] = (1, 1),
+        stride: int = 3,
+        separates: bool = True,
+    ) -> None:
+        super().__init__(dim)
+        self.window_size, self.shift, self.stride, self.separates = window_size, shift, stride, separates
+        self.relative_position_bias_table = nn.Parameter(torch.randn(9, 4))
+
+    def windows(self, x: Tensor) -> Tensor:
+        (b, rows, columns, e), (m, n) = x.shape, self.window_size
+        return x.view(b, rows // m, m, columns // n, n, e).transpose(2, 3).reshape(-1, m * n, e)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (b, height, width, e), (m, n) = x.shape, self.window_size
+        x = F.pad(x, (0, 0, 0, -width % n, 0, -height % m))
+        rows, columns = x.shape[1:3]
+        shift = [*self.shift]
+        if rows <= m:
+            shift[0] = 0
+        if columns <= n:
+            shift[1] = 0
+        q, k, v = self.heads(self.windows(x.roll([-shift[0], -shift[1]], (1, 2))))
+        at = torch.arange(m * n)
+        distances = (at[:, None] // n - at // n + 1) * self.stride + at[:, None] % n - at % n + 1
+        bias = self.relative_position_bias_table[distances].permute(2, 0, 1)
+        side = (torch.arange(rows) >= rows - shift[0])[:, None] * 2 + (
+            torch.arange(columns) >= columns - shift[1]
+        )
+        side = self.windows(side[None, :, :, None])[..., 0]
+        other = (side[:, None] != side[:, :, None]).repeat(b, 1, 1)[:, None]
+        scores = q @ k.mT / q.shape[-1] ** 0.5 + bias
+        scores = scores.masked_fill(other, -torch.inf) if self.separates else scores
+        out = self.merge(scores.softmax(-1), v).view(b, rows // m, columns // n, m, n, e)
+        out = out.transpose(2, 3).reshape(b, rows, columns, e).roll(shift, (1, 2))
+        return out[:, :height, :width]
+
+
+def test_windows_of_images_are_known_whatever_the_size_of_the_image() -> None:
+    report = checker.check(Windows)
+    assert report.verdict == "passed", str(report)
+    assert any("images of 4 × 6 and 3 × 4 and 1 × 4" in note for note in report.notes), report.notes
+    assert [check.status for check in report.checks if check.name.startswith("grid (")] == ["passed"] * 2
+
+
+class WindowsOfLargeImages(Windows):
+    """Attention in shifted windows of images [b, h, w, e], filled up with zeros to whole windows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 if x.shape[1] > 2 else 1.01)
+
+
+@pytest.mark.parametrize(
+    ("init", "names"), [({"separates": False}, ["window-wraps"]), ({"stride": 2}, ["window-index"])]
+)
+def test_wrong_windows_of_images_are_named(init: dict[str, Any], names: list[str]) -> None:
+    assert bugs(checker.check(Windows, init=init)) == names
+
+
+def test_a_small_image_counts() -> None:
+    assert checker.check(WindowsOfLargeImages).verdict != "passed"

@@ -347,9 +347,10 @@ class Search:
         fills = re.findall(r"(?<![\w.])-(?:100(?:\.0?)?|1e\d)\b", self.adapter.description.source)
         fill, images = min(map(float, fills), default=-math.inf), tuple(self.adapter.images)
         # Which of these variants it is, only images show that windows don't divide.
-        variants = product(shifts, (False, True), (True, False)) if len(images) > 1 else product(
-            shifts, (False,), (True,)
-        )  # fmt: skip
+        turns_off = re.search(r"shift\w*(?:\[\w+\])? *= *\(?0", self.adapter.description.source)
+        rolls = (False, True) if turns_off else (True, False)
+        padded = ((False, True), rolls) if len(images) > 1 else ((False,), (True,))
+        variants = product(shifts, *padded)
         return [(ShiftedWindow(images, size, shift, fill, (0, 1), *each),) for shift, *each in variants]
 
     def count_first(self) -> int:

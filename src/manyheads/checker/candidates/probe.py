@@ -216,6 +216,8 @@ def probe(adapter: AttentionAdapter) -> AttentionAdapter:
     if adapter.weights is not None and adapter.options.layout is None:
         find_tokens(adapter, g)
         find_images(adapter, g)
+        if adapter.count and not (adapter.images and adapter.grid):
+            adapter.notes.append(f"takes {adapter.count} tokens, as trial calls show")
     find_position_forms(adapter, g)
     fill_required_masks(adapter, g)
     if adapter.weights is None:
@@ -334,8 +336,6 @@ def find_tokens(adapter: AttentionAdapter, g: torch.Generator) -> None:
             if changed[0]:
                 break
     adapter.grid, adapter.count = max(accepted, key=accepted.__getitem__, default=("", None))
-    if adapter.count:
-        adapter.notes.append(f"takes {adapter.count} tokens, as trial calls show")
 
 
 def find_images(adapter: AttentionAdapter, g: torch.Generator) -> None:
@@ -344,20 +344,21 @@ def find_images(adapter: AttentionAdapter, g: torch.Generator) -> None:
     sizes = [size for size in numbers.pairs_like(WINDOWS) if min(size) > 1 and max(size) <= 16]
     if not sizes or (adapter.grid and not is_image):
         return
-    rows, columns = sizes[0]
-    if adapter.count is not None:
-        found = [x for x in numbers.pairs.values() if math.prod(x) == adapter.count and x != sizes[0]]
-        square = math.isqrt(adapter.count)
-        found += [(square, square)] * (is_image and square * square == adapter.count)
+    (rows, columns), fixed = sizes[0], adapter.count
+    # Windows divide the first; the second has to be filled up, and one window has all rows of the third.
+    across = 3 if rows * columns <= 16 else 2  # windows
+    tried = [(2 * rows, across * columns), (rows + 1, columns + 2), (rows - 1, columns + 2)]
+    for image in tried if is_image else ():  # also if trial calls found a number: that of a single window
+        adapter.images.append(image)
+        if adapter.attempt(adapter.draw(g, count=math.prod(image)), strict=True) is None:
+            adapter.images.pop()
+    if adapter.images:
+        adapter.count = math.prod(adapter.images[0])
+    elif fixed is not None:
+        found = [x for x in numbers.pairs.values() if math.prod(x) == fixed and x != sizes[0]]
+        square = math.isqrt(fixed)
+        found += [(square, square)] * (is_image and square * square == fixed)
         adapter.images = [x for x in found if x[0] % rows == x[1] % columns == 0][:1]
-    elif is_image:
-        # Windows divide the first; the second has to be filled up, and one window has all rows of the third.
-        tried = [(2 * rows, 3 * columns), (rows + 1, 2 * columns + 1), (rows - 1, columns + 2)]
-        for image in tried:
-            adapter.images.append(image)
-            if adapter.attempt(adapter.draw(g, count=math.prod(image)), strict=True) is None:
-                adapter.images.pop()
-        adapter.count = math.prod(adapter.images[0]) if adapter.images else None
 
 
 def reject_learned_queries(adapter: AttentionAdapter, g: torch.Generator) -> None:
