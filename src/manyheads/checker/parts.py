@@ -686,7 +686,7 @@ class HeadMixing(Part):
 
     path: str
     place: str
-    mistake: str = ""
+    is_transposed: bool = False
 
     def wrappers(self) -> Wrappers:
         """Return the wrapper of the scaled scores or of the weights."""

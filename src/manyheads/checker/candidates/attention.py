@@ -15,7 +15,7 @@ from manyheads.checker.candidates import names
 from manyheads.checker.candidates.adapter import Adapter, B, D, Options, S, T
 from manyheads.checker.candidates.construct import PROJECTED
 from manyheads.checker.candidates.documentation import counts_from_start
-from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
+from manyheads.checker.candidates.errors import ALONE, Unclear, UnexpectedOutput
 from manyheads.checker.candidates.forms import SEGMENTS, WEIGHT_LAYOUTS, AngleForm, MaskForm, rearrange
 from manyheads.checker.candidates.parameters import NAME_WEIGHTS, find_projections, input_widths, randomize
 from manyheads.checker.candidates.roles import MASKS, ROLES, Role, may_be_tensor, read_roles
@@ -194,7 +194,8 @@ class AttentionAdapter(Adapter):
             reason = str(error).splitlines()[0].rstrip(".")
             raise Unclear(
                 f"The weights of {self.description.name} ({shapes}, {weights.heads} heads) don't fit "
-                f"together ({reason}). Give --heads N. {NAME_WEIGHTS}."
+                f"together ({reason}). Give --heads N. {NAME_WEIGHTS}. Perhaps it has projections of "
+                f"several sequences. {ALONE}."
             ) from None
 
     def read_weights(self) -> Weights:

@@ -24,7 +24,7 @@ from torch import Tensor
 from manyheads.checker.candidates.adapter import D, S
 from manyheads.checker.candidates.attention import GRIDS, POSITIONS, SEQUENCES, AttentionAdapter
 from manyheads.checker.candidates.documentation import documented_mechanism, parse, read_mask
-from manyheads.checker.candidates.errors import UnexpectedOutput
+from manyheads.checker.candidates.errors import ALONE, UnexpectedOutput
 from manyheads.checker.candidates.forms import KEY_MASKS, NUMBERS
 from manyheads.checker.candidates.parameters import GATES, GATES_BIAS
 from manyheads.checker.encodings import Interleaved, Rotary
@@ -891,10 +891,7 @@ def remove_parameters(description: Description, init: Mapping[str, Any], paths: 
     owners = list(dict.fromkeys(path.rpartition(".")[0] for path in paths))
     is_name = all(part.isidentifier() for owner in owners for part in owner.split("."))  # "" is the class
     if not is_name or not all("Norm" in description.layers.get(owner, "") for owner in owners):
-        return (
-            "To judge the attention alone, check a module or a function without the rest, such as "
-            "f(q, k, v, mask) of heads [b, h, t, d] with --like attention"
-        )
+        return ALONE
     statements = [f"self.{owner} = torch.nn.Identity()" for owner in owners]
     if description.type != "class":
         code = "; ".join(statements).replace("self.", "module.")

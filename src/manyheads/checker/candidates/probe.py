@@ -22,7 +22,7 @@ from manyheads.checker.candidates.attention import ANGLES, GRIDS, POSITIONS, SEQ
 from manyheads.checker.candidates.caches import find_cache, prepare_calls
 from manyheads.checker.candidates.construct import fill_arguments, has_implementations
 from manyheads.checker.candidates.encoding import RotaryAdapter, TableAdapter
-from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
+from manyheads.checker.candidates.errors import ALONE, Unclear, UnexpectedOutput
 from manyheads.checker.candidates.masks import fill_required_masks, find_masks
 from manyheads.checker.candidates.parts import WINDOWS, Numbers, find_parts
 from manyheads.checker.candidates.roles import (
@@ -109,6 +109,8 @@ def resolve_roles(
         raise Unclear(
             f"Nothing says for certain what {taken} of {description.name} are, and trial calls accept "
             f"{'several ways' if accepted else 'no way'} to pass them. Give {' or '.join(given)}."
+            + f" Perhaps one is something else, such as a bias of pairs. {ALONE}."
+            * (not accepted)
         )
     return accepted[0] if accepted else options
 
