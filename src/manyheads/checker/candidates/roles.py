@@ -224,8 +224,9 @@ def find_cache_reason(argument: Argument, source: str, text: str) -> str:
         return "its code, which takes keys and values from it"
     lines = documentation.lines_about(name, text)
     of_earlier = r"\bcache\b|\bkeys and values of (?:the )?(?:earlier|previous|past)\b"
-    is_switch = isinstance(argument.default, bool) or "bool" in argument.annotation
-    is_described = not argument.required and not is_switch and re.search(of_earlier, lines, re.I)
+    is_other = argument.required or isinstance(argument.default, bool) or "bool" in argument.annotation
+    is_other |= names.argument_role(name) is not None or names.guess_mask_role(name) is not None
+    is_described = not is_other and re.search(of_earlier, lines, re.I)
     return "its documentation" if is_described else ""
 
 
