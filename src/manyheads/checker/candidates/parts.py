@@ -206,6 +206,7 @@ class Search:
         self.adapter, self.numbers = adapter, Numbers(adapter)
         self.generator = torch.Generator().manual_seed(SEED)
         self.size = adapter.weights.head_size if adapter.weights is not None else D
+        self.windows: list[ShiftedWindow] = []  # of an image, in all variants
         self.groups: dict[str, list[str]] = {}
         for path in () if adapter.weights is None else adapter.projections.unused:
             self.groups.setdefault(group_of(path), []).append(path)
@@ -307,7 +308,8 @@ class Search:
                 continue  # of a layer without a norm, a residual connection is a bug
             if self.has_idle_norm(found, effective) or self.error(found, readings[n], calls) > LOOSE:
                 continue
-            if self.confirm(self.refine(found, readings[n]), n):
+            refined = self.refine(found, readings[n])
+            if any(self.confirm(each, n) for each in self.window_variants(refined)):
                 self.add_stated_parts()
                 return
         self.describe_unknown(effective, outer, surroundings, inside or self.stated_window())
@@ -351,7 +353,20 @@ class Search:
         rolls = (False, True) if turns_off else (True, False)
         padded = ((False, True), rolls) if len(images) > 1 else ((False,), (True,))
         variants = product(shifts, *padded)
-        return [(ShiftedWindow(images, size, shift, fill, (0, 1), *each),) for shift, *each in variants]
+        found = [ShiftedWindow(images, size, shift, fill, (0, 1), *each) for shift, *each in variants]
+        firsts: dict[tuple[int, int], Parts] = {each.shift: (each,) for each in reversed(found)}
+        self.windows = found
+        return [firsts[shift] for shift in shifts]
+
+    def window_variants(self, parts: Parts) -> Iterator[Parts]:
+        """Yield the parts with each variant of the windows of an image that has the same shift."""
+        if not (windows := select(parts, ShiftedWindow)):
+            yield parts
+        for window in (each for each in self.windows if windows and each.shift == windows[0].shift):
+            tables = (
+                replace(x, within=window) if isinstance(x, TableBias) and x.within else x for x in parts
+            )
+            yield tuple(window if isinstance(x, ShiftedWindow) else x for x in tables)
 
     def count_first(self) -> int:
         """Return the number of first tokens that a window always shows, as a caller sets it."""
