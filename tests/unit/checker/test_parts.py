@@ -251,7 +251,7 @@ class Cached(nn.Module):
         scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~torch.ones(t, s).tril(s - t).bool(), float("-inf"))
         return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), (k, v)
 """
-    for start, bugs in (("cache[0].shape[2]", []), ("0", ["positions-restart"])):
+    for start, bugs in (("cache[0].shape[2]", []), ("0", ["rotary-offset-ignored"])):
         path = tmp_path / f"cached_{len(bugs)}.py"
         code = text.replace("START", start)
         path.write_text(f"import torch\nfrom torch import nn\n{code}", encoding="utf-8")

@@ -80,6 +80,10 @@ UNSCALED = "as usual with a learned bias or factor"
 NO_SINK = -1e4
 COSINES = r"(?i:cosine|l2)|F\.normalize"  # in code or documentation of scores that are cosines
 QUERY_KEY_NORM = re.compile(r"(^|[._])(qk?|k|query|key)_?(norm|scale|gamma|ln|layernorm)", re.I)
+NAMED_QUERY_KEY_NORM = re.compile(  # in code or documentation
+    rf"{COSINES}|(?i:\bq_?k_?norm|\b(?:q|k|query|key)_?norm|"
+    r"norm\w*\((?:q|k|query|key)\b|norm\w* of (?:the )?quer)"
+)
 POSITION_TABLE = re.compile(r"rel|pos|bias_table|slope", re.I)
 
 
@@ -193,6 +197,7 @@ class Search:
     def __init__(self, adapter: AttentionAdapter) -> None:
         self.adapter, self.numbers = adapter, Numbers(adapter)
         self.generator = torch.Generator().manual_seed(SEED)
+        self.only_named = False  # whether to try only encodings and norms that code or documentation name
         self.size = adapter.weights.head_size if adapter.weights is not None else D
         self.groups: dict[str, list[str]] = {}
         for path in () if adapter.weights is None else adapter.projections.unused:
@@ -447,10 +452,15 @@ class Search:
         if not around or any(self.shape(group) in inner for group in outer):
             # Something is wrong with one token. Leave norms of queries and keys to the scores.
             outer = [group for group in outer if self.shape(group) not in inner]
-            idle = [group for group in self.groups if group not in (*effective, *outer)]
-            outer += [group for group in idle if self.shape(group) == (adapter.widths[0],)]
+            # One token shows no part if it has no weight, as beside a sink whose column is kept.
+            hidden = [
+                group for group in self.groups if group not in ([] if not around else effective) + outer
+            ]
+            hidden = [group for group in hidden if not self.names_query_or_key(group)]
+            outer += [group for group in hidden if self.shape(group) == (adapter.widths[0],)]
             around = list(islice(self.surroundings(outer), MOST_PLAUSIBLE // 2)) or [()]
         rest = [group for group in self.groups if group not in outer]
+        self.only_named = True
         scores = list(islice(self.score_parts(rest), MOST_PLAUSIBLE)) or [()]
         pairs = islice(ranked([scores, [*dict.fromkeys(around)]]), MOST_PLAUSIBLE)
         sets = [outside + parts + inside for parts, outside in pairs]
@@ -542,9 +552,15 @@ class Search:
             return
         likely = "RMS" if re.search("rms", owner, re.I) else "layer" if bias or "LayerNorm" in owner else ""
         if not owner:
-            code = self.adapter.description.source
-            is_l2 = re.search(r"F\.normalize|functional\.normalize|l2|cosine", code, re.I)
-            likely = "L2" if is_l2 else "none"
+            code = re.sub(
+                r"\b(?:RMS|Layer)Norm\b", "", self.adapter.description.source
+            )  # of other parameters
+            words = {
+                "L2": r"normalize\(|l2|cosine",
+                "RMS": r"rms|rsqrt",
+                "layer": r"layer_norm|\.(?:var|std)\(",
+            }
+            likely = next((kind for kind, word in words.items() if re.search(word, code, re.I)), "none")
         adds_one = float(self.adapter.parameters[scale].mean()) < 0.5  # a scale that begins at 0
         kinds = sorted(KINDS, key=lambda each: (each[0] != likely, each[1] != adds_one))
         for (kind, plus_one), (place, roles) in product(kinds, places):
@@ -672,7 +688,7 @@ class Search:
     def plain_norms(self) -> Iterator[Parts]:
         """Yield norms of q and k without parameters, if the code has a norm."""
         text = self.adapter.description.source + self.adapter.text
-        if re.search(r"norm", text, re.I):
+        if re.search(r"norm", text, re.I) and (not self.only_named or NAMED_QUERY_KEY_NORM.search(text)):
             if re.search(f"{COSINES}|qk_?norm", text, re.I):
                 yield (Norm("L2"),)
             yield (Norm("RMS"),)
@@ -682,13 +698,15 @@ class Search:
         """Return the encodings of positions without parameters, the likely ones first."""
         text = self.adapter.description.source + self.adapter.text
         has_angles = re.search(r"rotary|rope\b|cos\b|polar", text, re.I)
-        if not (self.adapter.has_positions or has_angles or re.search(r"alibi", text, re.I)):
+        has_slopes = re.search(r"alibi|slope", text, re.I)
+        is_named = has_angles or re.search(r"alibi", text, re.I)
+        if not (is_named or (self.adapter.has_positions and not self.only_named)):
             return [()]
         partial = [
             int(x if type(x) is int else x * self.size)
             for x in self.numbers.named_like(r"rot|rope|partial|pct|percent").values()
         ]
-        sizes = [n for n in dict.fromkeys([self.size, *partial]) if 2 <= n <= self.size and n % 2 == 0]
+        sizes = [n for n in dict.fromkeys([*partial, self.size]) if 2 <= n <= self.size and n % 2 == 0]
         pairs: list[type[Rotary]] = [Rotary, Interleaved]
         if re.search(r"::2|complex|interleav", text):
             pairs.reverse()
@@ -705,15 +723,21 @@ class Search:
             bases = scaled + bases * (not scaled or "dynamic" in text.lower())
         scaling = self.numbers.named_like(r"factor|scaling", given=True).values()
         factors = [1.0, *(y for x in scaling if x not in (0, 1) for y in (1 / x, x))]
-        computed = product((1, -1), bases or BASES, factors, sizes, pairs)
+        bases = bases or sorted(BASES, key=lambda base: base not in self.numbers.unnamed)
+        computed = product((1, -1), bases, factors, sizes, pairs)
         rotary: list[Parts] = [
             (RotaryPositions(pair, n, self.size, base, factor, direction),)
             for direction, base, factor, n, pair in computed
         ]
-        before_scale = r"(?:alibi|slope|bias)[^.;]*\bbefore (?:the )?(?:scores are )?scal(?:e|ed|ing)\b"
+        before_scale = (
+            r"(?:alibi|slope|bias)[^.;]*\b(?:before (?:the )?(?:scores are )?scal(?:e|ed|ing)|"
+            r"(?:scaled|divided) (?:by|like|with|along))\b"
+        )
         is_scaled = re.search(before_scale, text, re.I) is not None
         alibi: list[Parts] = [(Alibi(is_symmetric=not self.adapter.always_causal, is_scaled=is_scaled),)]
-        found = alibi + rotary if re.search(r"alibi|slope", text, re.I) else rotary + alibi
+        if self.only_named:
+            return [*(alibi if has_slopes else []), *(rotary if has_angles else []), ()]
+        found = alibi + rotary if has_slopes else rotary + alibi
         return [*found, ()] if self.adapter.has_positions and has_angles else [(), *found]
 
     def cap_options(self) -> list[Parts]:

@@ -23,7 +23,7 @@ LARGE = 300.0  # e^300 overflows float32
 DTYPE_NAMES = {torch.float16: "float16|fp16|half", torch.bfloat16: "bfloat16|bf16"}
 FILL_OVERFLOW = Bug(
     "fill-overflow",
-    "whose masked scores are set to a number that float16 doesn't have, such as −1e9",
+    "that uses a number that float16 doesn't have, such as −1e9 for masked scores",
     "fill with float('-inf'), or with torch.finfo(scores.dtype).min",
 )
 
