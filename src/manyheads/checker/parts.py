@@ -332,6 +332,8 @@ class TableBias(Bias):
         window: The numbers of tokens of a window by axis, such as those of rows and columns.
         shift: The number of rows and columns by which the tokens are rolled before.
         strides: The factor of the distance on each axis, by default those of a table of all distances.
+        first: The number of tokens before those of the window, 0 or 1. A class token has the last three entries:
+            from it to others, from others to it, and to itself.
     """
 
     path: str
@@ -342,6 +344,7 @@ class TableBias(Bias):
     window: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
     shift: int = 0
+    first: int = 0
 
     @property
     def natural_strides(self) -> list[int]:
@@ -357,12 +360,14 @@ class TableBias(Bias):
             return table[:, i.clamp_max(table.shape[-2] - 1), j.clamp_max(table.shape[-1] - 1)]
         table = table.flatten(0, -2) if table.shape[-1] == h else table.mT
         if self.kind == "window":
+            is_class = (i < self.first).long() + 2 * (j < self.first)  # 1: the query's, 2: the key's, 3: both
+            i, j = i - self.first, j - self.first
             index = torch.zeros_like(i - j)
             for axis, stride in enumerate(self.strides or self.natural_strides):
                 n, inner = self.window[axis], math.prod(self.window[axis + 1 :])
                 rows, columns = ((each // inner - self.shift) % n for each in (i, j))
                 index = index + (rows - columns + n - 1) * stride
-            return table[index].movedim(-1, 0)
+            return table[torch.where(is_class > 0, table.shape[0] - 4 + is_class, index)].movedim(-1, 0)
         distances = self.sign * (j - i)
         n = table.shape[0]
         if self.kind == "buckets":
@@ -378,7 +383,8 @@ class TableBias(Bias):
             return f"relative bias `{self.path}` by {buckets}"
         if self.kind == "window":
             window = " × ".join(map(str, self.window))
-            return f"learned bias `{self.path}` by distances in a window of {window} tokens"
+            beside = " and a class token" * self.first
+            return f"learned bias `{self.path}` by distances in a window of {window} tokens{beside}"
         return f"learned bias `{self.path}` by {self.kind}"
 
 

@@ -663,11 +663,10 @@ class Search:
             yield from (HeadMixing(path, "scores", is_transposed) for is_transposed in (False, True))
         if len(shape) >= 2 and h in shape and len(paths) == 1:
             shifts = [int(x) for x in self.numbers.named_like(r"shift").values()]
-            for window in factorize(self.adapter.count or 0):
-                if math.prod(2 * n - 1 for n in window) * h == n:
-                    yield from (
-                        TableBias(path, "window", window=window, shift=shift) for shift in [*shifts[:1], 0]
-                    )
+            for first, shift in product((0, 1), [*shifts[:1], 0]):  # a class token may be first
+                for window in factorize(max(0, (self.adapter.count or 0) - first)):
+                    if (math.prod(2 * size - 1 for size in window) + 3 * first) * h == n:
+                        yield TableBias(path, "window", window=window, shift=shift, first=first)
             if len(shape) > 2 and shape[-1] == shape[-2]:
                 yield TableBias(path, "positions")
             elif len(shape) == 2:
