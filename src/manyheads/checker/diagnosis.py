@@ -22,7 +22,7 @@ from manyheads.checker.bugs.parts import part_bugs
 from manyheads.checker.candidates.adapter import Adapter, D
 from manyheads.checker.candidates.attention import AttentionAdapter
 from manyheads.checker.candidates.documentation import mask_polarity
-from manyheads.checker.checks.evidence import Evidence, gather, smallest_failure
+from manyheads.checker.checks.evidence import Evidence, gather, long_call, smallest_failure
 from manyheads.checker.checks.numerics import with_large_scores, with_low_scores
 from manyheads.checker.checks.registry import Check
 from manyheads.checker.encodings import Encoding
@@ -111,11 +111,23 @@ def diagnose(adapter: Adapter, takes_pairs: bool = True) -> list[Diagnosis]:
                 adapter.notes += [str(part) for part in plausible]
             found = [describe_fit(adapter, fit.names, error) for fit, error in fits]
             return found + find_rare_bugs(adapter, [fit.steps for fit, _ in fits])
+    # A bug that mixes tokens does so within each step.
+    uncached = [call for call in evidence if not is_cached(call)]
+    for plausible in sets if adapter.unknown and len(uncached) < len(evidence) else ():
+        if fits := search(adapter, uncached, plausible):
+            adapter.parts = plausible
+            named = [describe_fit(adapter, fit.names, error) for fit, error in fits]
+            return [replace(each, description=f"without a cache, {each.description}") for each in named]
     for plausible in sets if adapter.unknown else [adapter.parts]:
         if by_scenario := search_scenarios(adapter, evidence, plausible):
             return by_scenario
     description = "; ".join(("no known bug explains it", *describe_differences(adapter, evidence)))
     return [Diagnosis("", description, verified=False)]
+
+
+def is_cached(call: Evidence) -> bool:
+    """Return True if the call is a step with a cache."""
+    return call.scenario.startswith("cache")
 
 
 def steps_of(parts: Parts) -> Bugs:
@@ -134,7 +146,7 @@ def search(adapter: Adapter, evidence: list[Evidence], parts: Parts) -> list[tup
     for note, steps in possible_conventions(adapter):
         if not fits and (fits := list(find_fits(adapter, evidence, singles, [(*conventions[0], steps)]))):
             adapter.notes.append(note)
-    return confirm(adapter, fits)
+    return confirm(adapter, fits, evidence)
 
 
 def search_pairs(adapter: Adapter, evidence: list[Evidence], parts: Parts) -> list[tuple[Trial, float]]:
@@ -154,14 +166,17 @@ def search_pairs(adapter: Adapter, evidence: list[Evidence], parts: Parts) -> li
         # The order of tokens matters, so it does with one of the two bugs.
         first = [trial for trial in relevant if depends_on_order(adapter, trial.steps)]
     extremes = list(dict.fromkeys((adapter.conventions[0], adapter.conventions[-1])))
-    return confirm(adapter, find_fits(adapter, evidence, pairs(first, relevant, adapter.oracle), extremes))
+    fits = find_fits(adapter, evidence, pairs(first, relevant, adapter.oracle), extremes)
+    return confirm(adapter, fits, evidence)
 
 
-def confirm(adapter: Adapter, fits: Iterable[Trial]) -> list[tuple[Trial, float]]:
+def confirm(adapter: Adapter, fits: Iterable[Trial], evidence: list[Evidence]) -> list[tuple[Trial, float]]:
     """Return those that explain fresh inputs too, with their errors, in one order of their names."""
     if not (fits := list(fits)):
         return []
-    fresh = gather(adapter, range(300, 302))
+    uses_cache = any(map(is_cached, evidence))
+    fresh = [call for call in gather(adapter, range(300, 302)) if uses_cache or not is_cached(call)]
+    fresh += long_call(adapter, {part for fit in fits for part in fit.parts})
     results: dict[frozenset[str], tuple[Trial, float]] = {}
     for fit in fits:
         error = max((difference(adapter, fit.weights, fit.steps, call) for call in fresh), default=math.inf)
@@ -233,8 +248,7 @@ def explain_scenarios(adapter: Adapter, evidence: list[Evidence]) -> list[Diagno
         return []
     for call in evidence + gather(adapter, range(300, 302)):
         # A bug of a cache has to explain all steps: those of one token fit too many.
-        is_cached = call.scenario.startswith("cache")
-        groups.setdefault("a cache" if is_cached else call.scenario, []).append(call)
+        groups.setdefault("a cache" if is_cached(call) else call.scenario, []).append(call)
     wrong = [name for name, calls in groups.items() if any(is_wrong(adapter, call) for call in calls)]
     if adapter.unknown and not set(groups) - {*wrong, "one query"}:
         return []

@@ -69,6 +69,7 @@ class Norm(Part):
         axis: The axis or axes that are normalized.
         groups: The number of groups of columns.
         is_repeated: Whether each step normalizes all cached keys again, which is a bug.
+        is_first_only: Whether steps after the first one don't normalize, which is a bug.
     """
 
     kind: str
@@ -81,6 +82,7 @@ class Norm(Part):
     axis: int | tuple[int, ...] = -1
     groups: int = 1
     is_repeated: bool = False
+    is_first_only: bool = False
 
     BY_ROLE: ClassVar[dict[str, str]] = {"heads": "encode_heads", "width": "project", "input": "source"}
     LATER: ClassVar[dict[str, str]] = {"mixed": "mix", "merged": "gate", "output": "finish"}
@@ -97,7 +99,10 @@ class Norm(Part):
 
     def normalize_role(self, oracle: Attention, role: str, x: Tensor) -> Tensor:
         """Return the normalized vectors of q, k or v."""
-        x, steps = self.normalize(oracle, x), oracle.x.steps
+        raw, x, steps = x, self.normalize(oracle, x), oracle.x.steps
+        if self.is_first_only and len(steps) > 1:
+            is_first = torch.arange(x.shape[-2]) < (0 if role == "q" else steps[0])
+            return torch.where(is_first[:, None], x, raw)
         for n in range(len(steps) - 1, 0, -1) if self.is_repeated and role == "k" else ():
             is_cached = (torch.arange(x.shape[-2]) < sum(steps[:n]))[:, None]
             x = torch.where(is_cached, self.normalize(oracle, x), x)
@@ -207,7 +212,7 @@ class RotaryPositions(Part):
                 [torch.full((n,), k) for n, k in zip(x.steps, times, strict=True)]
             )
         if self.begin is None or role not in self.moved or not x.steps or x.positions is not None:
-            return torch.arange(x.s) if role == "k" else torch.arange(x.offset, x.offset + x.t)
+            return torch.arange(x.offset, x.offset + x.t) if role == "q" else torch.arange(x.s)
         lengths = [x.steps[: n + 1] for n in range(len(x.steps))]
         first = [self.begin(oracle, each) for each in lengths]
         tokens = [torch.arange(start, start + n) for start, n in zip(first, x.steps, strict=True)]
@@ -332,8 +337,8 @@ class TableBias(Bias):
         window: The numbers of tokens of a window by axis, such as those of rows and columns.
         shift: The number of rows and columns by which the tokens are rolled before.
         strides: The factor of the distance on each axis, by default those of a table of all distances.
-        first: The number of tokens before those of the window, 0 or 1. A class token has the last three entries:
-            from it to others, from others to it, and to itself.
+        first: The number of tokens before those of the window, 0 or 1. A class token has the last three
+            entries: from it to others, from others to it, and to itself.
     """
 
     path: str

@@ -283,6 +283,15 @@ def window_index(part: TableBias) -> list[Replacement]:
     return [(replace(part, strides=(*each, 1)),) for each in tried if [*each, 1] != natural]
 
 
+def other_distances(part: TableBias) -> list[Replacement]:
+    """Return T5's bias with other usual largest distances."""
+    return (
+        changed(max_distance=[16, 20, 32, 64, 100, 127, 128, 129, 256, 512])(part)
+        if part.kind == "buckets"
+        else []
+    )
+
+
 def shared_future(part: TableBias) -> list[Replacement]:
     """Return T5's bias of both directions with one bucket for all later keys."""
 
@@ -366,7 +375,7 @@ BUGS: list[PartBug] = [
     PartBug("rotary-offset-ignored", "whose rotary positions ignore the tokens in the cache",
         "the first new token's position is the number of tokens in the cache", RotaryPositions, changed(begin=lambda o, steps: 0, moved=["q", "k", "qk"])),
     PartBug("rotary-offset-late", "whose rotary positions in a step with a cache are too large by the step's own length",
-        "read the length of the cache before the step's keys are added to it", RotaryPositions, changed(begin=lambda o, steps: sum(steps), moved=["q", "k", "qk"])),
+        "read the length of the cache before the step's keys are added to it", RotaryPositions, changed(begin=[lambda o, steps: sum(steps), lambda o, steps: sum(steps) * (len(steps) > 1)], moved=["q", "k", "qk"])),
     PartBug("rotary-offset-miscounted", "whose cache doesn't count tokens but calls, or another axis such as the heads: rotary positions are wrong after the first step",
         "add the number of new tokens, the axis of k that the sequence is on", RotaryPositions, miscounted),
     PartBug("rotary-offset-trimmed", "whose rotary positions stop at its window, because they count the tokens in a cache that is cut to it",
@@ -399,6 +408,8 @@ BUGS: list[PartBug] = [
         Norm, norm_of_wrong_token),
     PartBug("norm-again", "that normalizes the keys in its cache again in each step", "cache keys after they are normalized and normalize the new ones alone, or cache them before",
         Norm, lambda part: changed(is_repeated=True)(part) if "k" in part.roles and part.place in ("heads", "width") else []),
+    PartBug("norm-lost-in-steps", "that doesn't normalize the new queries or keys of steps with a cache", "normalize each step's queries and keys before they are cached",
+        Norm, changed(is_first_only=True)),
     PartBug("norm-shared", "that uses the scale of one norm for another one too", "give queries and keys their own norms", Norm, lambda part: []),
     PartBug("norm-on-values", "that normalizes its values too", "normalize queries and keys only", Norm,
         lambda part: [(replace(part, roles=f"{part.roles}v"),)] if part.roles in ("q", "k", "qk") and part.place != "input" else []),
@@ -425,6 +436,8 @@ BUGS: list[PartBug] = [
     PartBug("buckets-bidirectional", "that uses T5's buckets of both directions in a causal layer, or those of one direction in a layer that isn't causal",
         "bidirectional=False in a causal layer (a decoder), True in others", TableBias,
         lambda part: changed(is_bidirectional=not part.is_bidirectional)(part) if part.kind == "buckets" else []),
+    PartBug("buckets-distance", "whose buckets of T5's end at another distance than its argument or its documentation says", "all distances from max_distance on share a bucket: log(distance / exact) / log(max_distance / exact)",
+        TableBias, other_distances),
     PartBug("buckets-future-shared", "whose later keys all share a bucket of T5's, whatever their distance", "take the distance without its sign before the buckets: relative_position.abs()",
         TableBias, shared_future),
     PartBug("alibi-sign", "whose ALiBi raises the scores of far keys rather than lowering them", "subtract slope · (i − j)", Alibi, changed(sign=1)),

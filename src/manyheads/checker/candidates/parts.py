@@ -104,17 +104,19 @@ def find_parts(adapter: AttentionAdapter) -> None:
     if adapter.attempt(adapter.draw(torch.Generator().manual_seed(SEED), t=longer, s=longer)) is not None:
         adapter.length = longer  # a block may be the longest text
     add_idle_scales(adapter)
-    if adapter.unknown or select(adapter.parts, RotaryPositions) or POSITIONS & set(adapter.arguments):
+    if adapter.unknown:
         return
     used = {path for part in adapter.parts for path in part.paths}
+    has_positions = bool(select(adapter.parts, RotaryPositions)) or bool(POSITIONS & set(adapter.arguments))
     for path, values in ({} if adapter.weights is None else adapter.weights.other).items():
         is_table = adapter.kind == "self" and adapter.heads in values.shape and values.dim() > 1
+        is_table = is_table and not has_positions
         if path not in used and (QUERY_KEY_NORM.search(path) or (is_table and POSITION_TABLE.search(path))):
             adapter.unjudged[path] = (
                 f"`{path}` {sizes(values)} has no effect: other values of it give the same outputs. "
                 "If it isn't used, delete it in a subclass and check that."
             )
-    for path, name in adapter.description.layers.items():
+    for path, name in () if has_positions else adapter.description.layers.items():
         if path and re.search(r"rotary|rope", name, re.I):
             adapter.unjudged[path] = (
                 f"`{path}` ({name}) has no effect: the output is that of attention without rotary encoding. "
@@ -612,7 +614,9 @@ class Search:
         """Yield sets of parts of the scores that use these groups of parameters, the likely ones first."""
         slots: list[list[Parts]] = [[(part,) for part in self.score_options(group)] for group in groups]
         slots += [[(), *self.plain_norms()], self.encodings(), self.cap_options()]
-        slots += [[(), *((scale,) for scale in self.scales())]]
+        scales = self.scales()
+        is_stated = self.only_named and any(x.reason in ("as documented", "as in T5") for x in scales)
+        slots += [[*([] if is_stated else [()]), *((scale,) for scale in scales)]]
         for chosen in ranked(slots):
             parts = tuple(part for each in chosen for part in each)
             if not is_plausible(parts):
@@ -641,7 +645,8 @@ class Search:
         h, g, d = weights.heads, weights.key_heads, self.size
         shape, path = weights.other[paths[0]].shape, paths[0]
         n = weights.other[path].numel()
-        roles = list(dict.fromkeys([*self.names_query_or_key(group), "qk", "q", "k"]))
+        named = self.names_query_or_key(group)
+        roles = named if len(named) == 1 else ["qk", "q", "k"]
         wide = [role for role in roles if n == (g if role == "k" else h) * d > d]
         places = [("heads", role) for role in roles if n in (1, d)]
         if n in self.adapter.widths[:2] and "cross" in self.adapter.features:
@@ -742,7 +747,9 @@ class Search:
     def cap_options(self) -> list[Parts]:
         """Return the caps that scores may have, and none: last if a caller sets one."""
         stated, found = self.stated_caps(), [*self.numbers.named_like(r"cap|clip").values()]
-        if "tanh" in self.adapter.description.source:
+        if stated:
+            found = stated
+        elif "tanh" in self.adapter.description.source:
             found += [x for x in self.numbers.unnamed if x > 1]
         caps: list[Parts] = [(Softcap(float(x)),) for x in dict.fromkeys(found) if x > 0]
         return [*caps, ()] if stated else [(), *caps]

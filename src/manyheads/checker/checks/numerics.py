@@ -24,7 +24,7 @@ from manyheads.checker.parts import Norm, RotaryPositions
 
 LONG = 600  # tokens at which half precision is compared where positions matter
 LARGE = 300.0  # e^300 overflows float32
-DTYPE_NAMES = {torch.float16: "float16|fp16|half", torch.bfloat16: "bfloat16|bf16"}
+DTYPE_NAMES = {torch.float16: r"float16|fp16|half[ -]?precision|\.half\b", torch.bfloat16: "bfloat16|bf16"}
 FILL_OVERFLOW = Bug(
     "fill-overflow",
     "that uses a number that float16 doesn't have, such as −1e9 for masked scores",
