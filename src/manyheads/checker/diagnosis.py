@@ -224,7 +224,8 @@ def scaled_by_settings(adapter: Adapter) -> Iterator[type[Oracle]]:
     x, weights = adapter.draw(torch.Generator().manual_seed(35)), adapter.weights
     usual = {D, *(each.shape[-1] for each in (x.query, x.key, x.value))}
     usual |= set() if weights is None else {weights.heads, weights.key_heads, weights.head_size}
-    numbers = {n for n in adapter.init.values() if type(n) in (int, float)} - usual
+    values = {arg.name: arg.default for arg in adapter.description.init or ()} | adapter.init
+    numbers = {n for n in values.values() if type(n) in (int, float)} - usual
     for n in sorted(n for n in numbers if n > 1):
         for factor in (1 / n, n, n**-0.5, n**0.5):
             yield transform(scale=lambda o, scale, factor=factor: scale * factor)
