@@ -75,6 +75,7 @@ class Norm(Part):
         axis: The axis or axes that are normalized.
         groups: The number of groups of columns.
         is_repeated: Whether each step normalizes all cached keys again, which is a bug.
+        is_first_only: Whether steps after the first one don't normalize, which is a bug.
     """
 
     kind: str
@@ -87,6 +88,7 @@ class Norm(Part):
     axis: int | tuple[int, ...] = -1
     groups: int = 1
     is_repeated: bool = False
+    is_first_only: bool = False
 
     BY_ROLE: ClassVar[dict[str, str]] = {"heads": "encode_heads", "width": "project", "input": "source"}
     LATER: ClassVar[dict[str, str]] = {"mixed": "mix", "merged": "gate", "output": "finish"}
@@ -103,7 +105,10 @@ class Norm(Part):
 
     def normalize_role(self, oracle: Attention, role: str, x: Tensor) -> Tensor:
         """Return the normalized vectors of q, k or v."""
-        x, steps = self.normalize(oracle, x), oracle.x.steps
+        raw, x, steps = x, self.normalize(oracle, x), oracle.x.steps
+        if self.is_first_only and len(steps) > 1:
+            is_first = torch.arange(x.shape[-2]) < (0 if role == "q" else steps[0])
+            return torch.where(is_first[:, None], x, raw)
         for n in range(len(steps) - 1, 0, -1) if self.is_repeated and role == "k" else ():
             is_cached = (torch.arange(x.shape[-2]) < sum(steps[:n]))[:, None]
             x = torch.where(is_cached, self.normalize(oracle, x), x)
@@ -226,7 +231,7 @@ class RotaryPositions(Part):
                 [torch.full((n,), k) for n, k in zip(x.steps, times, strict=True)]
             )
         if self.begin is None or role not in self.moved or not x.steps or x.positions is not None:
-            return torch.arange(x.s) if role == "k" else torch.arange(x.offset, x.offset + x.t)
+            return torch.arange(x.offset, x.offset + x.t) if role == "q" else torch.arange(x.s)
         lengths = [x.steps[: n + 1] for n in range(len(x.steps))]
         first = [self.begin(oracle, each) for each in lengths]
         tokens = [torch.arange(start, start + n) for start, n in zip(first, x.steps, strict=True)]
@@ -400,6 +405,8 @@ class TableBias(Bias):
         shift: The number of rows and columns by which the tokens are rolled before.
         within: The windows of an image, if the tokens are those of all windows.
         strides: The factor of the distance on each axis, by default those of a table of all distances.
+        first: The number of tokens before those of the window, 0 or 1. A class token has the last three
+            entries: from it to others, from others to it, and to itself.
     """
 
     path: str
@@ -411,6 +418,7 @@ class TableBias(Bias):
     strides: tuple[int, ...] = ()
     shift: int = 0
     within: ShiftedWindow | None = None
+    first: int = 0
 
     @property
     def natural_strides(self) -> list[int]:
@@ -426,6 +434,8 @@ class TableBias(Bias):
             return table[:, i.clamp_max(table.shape[-2] - 1), j.clamp_max(table.shape[-1] - 1)]
         table = table.flatten(0, -2) if table.shape[-1] == h else table.reshape(h, -1).mT
         if self.kind == "window":
+            is_class = (i < self.first).long() + 2 * (j < self.first)  # 1: the query's, 2: the key's, 3: both
+            i, j = i - self.first, j - self.first
             index = torch.zeros_like(i - j)
             for axis, stride in enumerate(self.strides or self.natural_strides):
                 n, inner = self.window[axis], math.prod(self.window[axis + 1 :])
@@ -434,7 +444,7 @@ class TableBias(Bias):
                 else:
                     query, key = ((each // inner - self.shift) % n for each in (i, j))
                 index = index + (query - key + n - 1) * stride
-            return table[index].movedim(-1, 0)
+            return table[torch.where(is_class > 0, table.shape[0] - 4 + is_class, index)].movedim(-1, 0)
         distances = self.sign * (j - i)
         n = table.shape[0]
         if self.kind == "buckets":
@@ -450,7 +460,8 @@ class TableBias(Bias):
             return f"relative bias `{self.path}` by {buckets}"
         if self.kind == "window":
             window = " × ".join(map(str, self.window))
-            return f"learned bias `{self.path}` by distances in a window of {window} tokens"
+            beside = " and a class token" * self.first
+            return f"learned bias `{self.path}` by distances in a window of {window} tokens{beside}"
         return f"learned bias `{self.path}` by {self.kind}"
 
 

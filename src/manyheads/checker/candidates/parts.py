@@ -82,6 +82,10 @@ NO_SINK = -1e4
 WINDOWS = r"window|\bws\b"  # names of the sizes of windows of images
 COSINES = r"(?i:cosine|l2)|F\.normalize"  # in code or documentation of scores that are cosines
 QUERY_KEY_NORM = re.compile(r"(^|[._])(qk?|k|query|key)_?(norm|scale|gamma|ln|layernorm)", re.I)
+NAMED_QUERY_KEY_NORM = re.compile(  # in code or documentation
+    rf"{COSINES}|(?i:\bq_?k_?norm|\b(?:q|k|query|key)_?norm|"
+    r"norm\w*\((?:q|k|query|key)\b|norm\w* of (?:the )?quer)"
+)
 POSITION_TABLE = re.compile(r"rel|pos|bias_table|slope", re.I)
 
 
@@ -102,17 +106,19 @@ def find_parts(adapter: AttentionAdapter) -> None:
     if adapter.attempt(adapter.draw(torch.Generator().manual_seed(SEED), t=longer, s=longer)) is not None:
         adapter.length = longer  # a block may be the longest text
     add_idle_scales(adapter)
-    if adapter.unknown or select(adapter.parts, RotaryPositions) or POSITIONS & set(adapter.arguments):
+    if adapter.unknown:
         return
     used = {path for part in adapter.parts for path in part.paths}
+    has_positions = bool(select(adapter.parts, RotaryPositions)) or bool(POSITIONS & set(adapter.arguments))
     for path, values in ({} if adapter.weights is None else adapter.weights.other).items():
         is_table = adapter.kind == "self" and adapter.heads in values.shape and values.dim() > 1
+        is_table = is_table and not has_positions
         if path not in used and (QUERY_KEY_NORM.search(path) or (is_table and POSITION_TABLE.search(path))):
             adapter.unjudged[path] = (
                 f"`{path}` {sizes(values)} has no effect: other values of it give the same outputs. "
                 "If it isn't used, delete it in a subclass and check that."
             )
-    for path, name in adapter.description.layers.items():
+    for path, name in () if has_positions else adapter.description.layers.items():
         if path and re.search(r"rotary|rope", name, re.I):
             adapter.unjudged[path] = (
                 f"`{path}` ({name}) has no effect: the output is that of attention without rotary encoding. "
@@ -205,6 +211,7 @@ class Search:
     def __init__(self, adapter: AttentionAdapter) -> None:
         self.adapter, self.numbers = adapter, Numbers(adapter)
         self.generator = torch.Generator().manual_seed(SEED)
+        self.only_named = False  # whether to try only encodings and norms that code or documentation name
         self.size = adapter.weights.head_size if adapter.weights is not None else D
         self.windows: list[ShiftedWindow] = []  # of an image, in all variants
         self.groups: dict[str, list[str]] = {}
@@ -488,10 +495,15 @@ class Search:
         if not around or any(self.shape(group) in inner for group in outer):
             # Something is wrong with one token. Leave norms of queries and keys to the scores.
             outer = [group for group in outer if self.shape(group) not in inner]
-            idle = [group for group in self.groups if group not in (*effective, *outer)]
-            outer += [group for group in idle if self.shape(group) == (adapter.widths[0],)]
+            # One token shows no part if it has no weight, as beside a sink whose column is kept.
+            hidden = [
+                group for group in self.groups if group not in ([] if not around else effective) + outer
+            ]
+            hidden = [group for group in hidden if not self.names_query_or_key(group)]
+            outer += [group for group in hidden if self.shape(group) == (adapter.widths[0],)]
             around = list(islice(self.surroundings(outer), MOST_PLAUSIBLE // 2)) or [()]
         rest = [group for group in self.groups if group not in outer]
+        self.only_named = True
         scores = list(islice(self.score_parts(rest), MOST_PLAUSIBLE)) or [()]
         pairs = islice(ranked([scores, [*dict.fromkeys(around)]]), MOST_PLAUSIBLE)
         sets = [outside + parts + inside for parts, outside in pairs]
@@ -583,9 +595,15 @@ class Search:
             return
         likely = "RMS" if re.search("rms", owner, re.I) else "layer" if bias or "LayerNorm" in owner else ""
         if not owner:
-            code = self.adapter.description.source
-            is_l2 = re.search(r"F\.normalize|functional\.normalize|l2|cosine", code, re.I)
-            likely = "L2" if is_l2 else "none"
+            code = re.sub(
+                r"\b(?:RMS|Layer)Norm\b", "", self.adapter.description.source
+            )  # of other parameters
+            words = {
+                "L2": r"normalize\(|l2|cosine",
+                "RMS": r"rms|rsqrt",
+                "layer": r"layer_norm|\.(?:var|std)\(",
+            }
+            likely = next((kind for kind, word in words.items() if re.search(word, code, re.I)), "none")
         adds_one = float(self.adapter.parameters[scale].mean()) < 0.5  # a scale that begins at 0
         kinds = sorted(KINDS, key=lambda each: (each[0] != likely, each[1] != adds_one))
         for (kind, plus_one), (place, roles) in product(kinds, places):
@@ -637,7 +655,9 @@ class Search:
         """Yield sets of parts of the scores that use these groups of parameters, the likely ones first."""
         slots: list[list[Parts]] = [[(part,) for part in self.score_options(group)] for group in groups]
         slots += [[(), *self.plain_norms()], self.encodings(), self.cap_options()]
-        slots += [[(), *((scale,) for scale in self.scales())]]
+        scales = self.scales()
+        is_stated = self.only_named and any(x.reason in ("as documented", "as in T5") for x in scales)
+        slots += [[*([] if is_stated else [()]), *((scale,) for scale in scales)]]
         for chosen in ranked(slots):
             parts = tuple(part for each in chosen for part in each)
             if not is_plausible(parts):
@@ -666,7 +686,8 @@ class Search:
         h, g, d = weights.heads, weights.key_heads, self.size
         shape, path = weights.other[paths[0]].shape, paths[0]
         n = weights.other[path].numel()
-        roles = list(dict.fromkeys([*self.names_query_or_key(group), "qk", "q", "k"]))
+        named = self.names_query_or_key(group)
+        roles = named if len(named) == 1 else ["qk", "q", "k"]
         wide = [role for role in roles if n == (g if role == "k" else h) * d > d]
         places = [("heads", role) for role in roles if n in (1, d)]
         if n in self.adapter.widths[:2] and "cross" in self.adapter.features:
@@ -691,11 +712,10 @@ class Search:
                 if math.prod(2 * size - 1 for size in within.size) * h == n:
                     yield TableBias(path, "window", window=within.size, within=within)
             shifts = [int(x) for x in self.numbers.named_like(r"shift").values()]
-            for window in factorize(self.adapter.count or 0):
-                if math.prod(2 * n - 1 for n in window) * h == n:
-                    yield from (
-                        TableBias(path, "window", window=window, shift=shift) for shift in [*shifts[:1], 0]
-                    )
+            for first, shift in product((0, 1), [*shifts[:1], 0]):  # a class token may be first
+                for window in factorize(max(0, (self.adapter.count or 0) - first)):
+                    if (math.prod(2 * size - 1 for size in window) + 3 * first) * h == n:
+                        yield TableBias(path, "window", window=window, shift=shift, first=first)
             if len(shape) > 2 and shape[-1] == shape[-2]:
                 yield TableBias(path, "positions")
             elif len(shape) == 2:
@@ -716,7 +736,7 @@ class Search:
     def plain_norms(self) -> Iterator[Parts]:
         """Yield norms of q and k without parameters, if the code has a norm."""
         text = self.adapter.description.source + self.adapter.text
-        if re.search(r"norm", text, re.I):
+        if re.search(r"norm", text, re.I) and (not self.only_named or NAMED_QUERY_KEY_NORM.search(text)):
             if re.search(f"{COSINES}|qk_?norm", text, re.I):
                 yield (Norm("L2"),)
             yield (Norm("RMS"),)
@@ -726,13 +746,15 @@ class Search:
         """Return the encodings of positions without parameters, the likely ones first."""
         text = self.adapter.description.source + self.adapter.text
         has_angles = re.search(r"rotary|rope\b|cos\b|polar", text, re.I)
-        if not (self.adapter.has_positions or has_angles or re.search(r"alibi", text, re.I)):
+        has_slopes = re.search(r"alibi|slope", text, re.I)
+        is_named = has_angles or re.search(r"alibi", text, re.I)
+        if not (is_named or (self.adapter.has_positions and not self.only_named)):
             return [()]
         partial = [
             int(x if type(x) is int else x * self.size)
             for x in self.numbers.named_like(r"rot|rope|partial|pct|percent").values()
         ]
-        sizes = [n for n in dict.fromkeys([self.size, *partial]) if 2 <= n <= self.size and n % 2 == 0]
+        sizes = [n for n in dict.fromkeys([*partial, self.size]) if 2 <= n <= self.size and n % 2 == 0]
         pairs: list[type[Rotary]] = [Rotary, Interleaved]
         if re.search(r"::2|complex|interleav", text):
             pairs.reverse()
@@ -749,17 +771,23 @@ class Search:
             bases = scaled + bases * (not scaled or "dynamic" in text.lower())
         scaling = self.numbers.named_like(r"factor|scaling", given=True).values()
         factors = [1.0, *(y for x in scaling if x not in (0, 1) for y in (1 / x, x))]
-        computed = product((1, -1), bases or BASES, factors, sizes, pairs)
+        bases = bases or sorted(BASES, key=lambda base: base not in self.numbers.unnamed)
+        computed = product((1, -1), bases, factors, sizes, pairs)
         rotary: list[Parts] = [
             (RotaryPositions(pair, n, self.size, base, factor, direction),)
             for direction, base, factor, n, pair in computed
         ]
-        before_scale = r"(?:alibi|slope|bias)[^.;]*\bbefore (?:the )?(?:scores are )?scal(?:e|ed|ing)\b"
+        before_scale = (
+            r"(?:alibi|slope|bias)[^.;]*\b(?:before (?:the )?(?:scores are )?scal(?:e|ed|ing)|"
+            r"(?:scaled|divided) (?:by|like|with|along))\b"
+        )
         is_scaled = re.search(before_scale, text, re.I) is not None
         if has_angles:
             rotary = [*self.grid_encodings(bases or BASES, factors, sizes, pairs), *rotary]
         alibi: list[Parts] = [(Alibi(is_symmetric=not self.adapter.always_causal, is_scaled=is_scaled),)]
-        found = alibi + rotary if re.search(r"alibi|slope", text, re.I) else rotary + alibi
+        if self.only_named:
+            return [*(alibi if has_slopes else []), *(rotary if has_angles else []), ()]
+        found = alibi + rotary if has_slopes else rotary + alibi
         return [*found, ()] if self.adapter.has_positions and has_angles else [(), *found]
 
     def grid_encodings(
@@ -783,7 +811,9 @@ class Search:
     def cap_options(self) -> list[Parts]:
         """Return the caps that scores may have, and none: last if a caller sets one."""
         stated, found = self.stated_caps(), [*self.numbers.named_like(r"cap|clip").values()]
-        if "tanh" in self.adapter.description.source:
+        if stated:
+            found = stated
+        elif "tanh" in self.adapter.description.source:
             found += [x for x in self.numbers.unnamed if x > 1]
         caps: list[Parts] = [(Softcap(float(x)),) for x in dict.fromkeys(found) if x > 0]
         return [*caps, ()] if stated else [(), *caps]
