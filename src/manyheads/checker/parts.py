@@ -495,7 +495,7 @@ class ShiftedWindow(Bias):
 
     def fill_up(self, oracle: Attention, call: Callable[[Inputs], Outputs], x: Inputs) -> Outputs:
         """Return the outputs for an image whose last windows are filled up with zeros."""
-        rows, columns = next((each for each in self.images if math.prod(each) == x.t), divide_grid(x.t))
+        rows, columns = self.sides(x.t)
         below, right = -rows % self.size[0], -columns % self.size[1]
         is_token = torch.zeros(rows + below, columns + right, dtype=torch.bool)
         is_token[:rows, :columns] = True
@@ -511,20 +511,29 @@ class ShiftedWindow(Bias):
         found, weights = is_token.flatten(), outputs.weights
         return Outputs(outputs.out[:, found], None if weights is None else weights[..., found, :][..., found])
 
+    def sides(self, t: int) -> tuple[int, int]:
+        """Return the rows and columns of the image of `t` tokens."""
+        return next((each for each in self.images if math.prod(each) == t), divide_grid(t))
+
+    def tokens(self, oracle: Attention) -> Tensor:
+        """Return where the image of this call has tokens, `[rows, columns]`."""
+        sides = self.sides(oracle.q.shape[-2])
+        return torch.ones(sides, dtype=torch.bool) if oracle.is_token is None else oracle.is_token
+
     def coordinates(self, oracle: Attention, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows and the columns of tokens in the rolled image."""
-        rows, columns = oracle.is_token.shape
+        rows, columns = self.tokens(oracle).shape
         first, second = self.rolls(oracle)
         return (tokens // columns - first) % rows, (tokens % columns - second) % columns
 
     def rolls(self, oracle: Attention) -> list[int]:
         """Return by how many rows and columns the image of this call is rolled."""
-        sides = zip(oracle.is_token.shape, self.size, self.shift, strict=True)
+        sides = zip(self.tokens(oracle).shape, self.size, self.shift, strict=True)
         return [shift if self.rolls_always or n > size else 0 for n, size, shift in sides]
 
     def compute(self, oracle: Attention) -> Tensor:
         """Return the bias, `[1, t, s]`."""
-        (i, j), is_token = oracle.positions(), oracle.is_token
+        (i, j), is_token = oracle.positions(), self.tokens(oracle)
         inside, visible = torch.ones_like(i == j), torch.ones_like(i == j)
         each_axis = zip(self.coordinates(oracle, i), self.coordinates(oracle, j), strict=True)
         for axis, (query, key) in enumerate(each_axis):
