@@ -222,7 +222,7 @@ def scaled_by_settings(adapter: Adapter) -> Iterator[type[Oracle]]:
     if not isinstance(adapter, AttentionAdapter):
         return
     x, weights = adapter.draw(torch.Generator().manual_seed(35)), adapter.weights
-    usual = {D, *(each.shape[-1] for each in (x.query, x.key, x.value))}
+    usual = {each.shape[-1] for each in (x.query, x.key, x.value)}
     usual |= set() if weights is None else {weights.heads, weights.key_heads, weights.head_size}
     values = {arg.name: arg.default for arg in adapter.description.init or ()} | adapter.init
     numbers = {n for n in values.values() if type(n) in (int, float)} - usual
