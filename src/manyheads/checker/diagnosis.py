@@ -21,7 +21,8 @@ from manyheads.checker.bugs.calls import BUGS
 from manyheads.checker.bugs.parts import part_bugs
 from manyheads.checker.candidates.adapter import Adapter, D
 from manyheads.checker.candidates.attention import AttentionAdapter
-from manyheads.checker.candidates.documentation import mask_polarity
+from manyheads.checker.candidates.documentation import has_default, mask_polarity
+from manyheads.checker.checks.conventions import REPLACED_BIAS
 from manyheads.checker.checks.evidence import Evidence, gather, long_call, smallest_failure
 from manyheads.checker.checks.numerics import with_large_scores, with_low_scores
 from manyheads.checker.checks.registry import Check
@@ -187,7 +188,11 @@ def confirm(adapter: Adapter, fits: Iterable[Trial], evidence: list[Evidence]) -
 
 def possible_conventions(adapter: Adapter) -> Iterator[tuple[str, type[Oracle]]]:
     """Yield conventions that nothing rules out: bugs only where they alone explain everything."""
-    if not isinstance(adapter, AttentionAdapter) or not adapter.masks:
+    if not isinstance(adapter, AttentionAdapter):
+        return
+    if has_default(adapter.description.source, adapter.arguments.get("bias", "")):
+        yield "a bias that is given replaces its own, as its code says", REPLACED_BIAS
+    if not adapter.masks:
         return
     if adapter.always_causal:
         yield "perhaps a mask replaces the causal mask", FAMILY["mask-in-place-of-causal"].variants[0]
