@@ -1,6 +1,6 @@
 """The oracle: attention in small steps, which bugs override.
 
-    source → project → split_heads → encode_heads → repeat_heads → dot_product · scale → cap_scores → add_bias
+    source → add_vectors → project → split_heads → encode_heads → repeat_heads → dot_product · scale → cap_scores → add_bias
         → mask_scores → softmax → mask_weights → dropout → mix → merge_heads → gate → project_output → finish
 
 Steps that plain attention doesn't have (`encode_heads`, `cap_scores`, `gate`, `finish`) return their input; a
@@ -88,6 +88,8 @@ class Inputs:
             if None.
         angles: The angles by which pairs of the keys' entries are rotated, `[b, s, n]`, if the call passes
             their cosines and sines; those of queries likewise.
+        query_vectors: Vectors of positions that are added to the queries' input, like `query`.
+        key_vectors: Those that are added to the keys' input, like `key`.
         scale: The factor of the scores; 1/√d if None.
         sink: The sink's logits, `[h]`.
         need_weights: Whether to return the weights.
@@ -110,6 +112,8 @@ class Inputs:
     steps: tuple[int, ...] = ()
     positions: Tensor | None = None
     angles: Tensor | None = None
+    query_vectors: Tensor | None = None
+    key_vectors: Tensor | None = None
     scale: float | None = None
     sink: Tensor | None = None
     need_weights: bool = False
@@ -226,6 +230,15 @@ class Attention(Oracle):
         """Return the input that is projected to q, k or v."""
         return {"q": self.x.query, "k": self.x.key, "v": self.x.value}[role]
 
+    def vectors(self, role: str) -> Tensor | None:
+        """Return the vectors of positions that the call gives for a role; values have none."""
+        return {"q": self.x.query_vectors, "k": self.x.key_vectors, "v": None}[role]
+
+    def add_vectors(self, role: str, x: Tensor) -> Tensor:
+        """Return the input of q, k or v with the vectors of positions that the call gives."""
+        vectors = self.vectors(role)
+        return x if vectors is None else x + vectors
+
     def weight(self, role: str) -> Tensor:
         """Return the weight of a role, `[out, in]`."""
         return ({} if self.weights is None else self.weights.weight)[role]
@@ -241,7 +254,7 @@ class Attention(Oracle):
 
     def compute_heads(self, role: str) -> Tensor:
         """Return q `[b, h, t, d]`, or k or v `[b, g, s, d]`: the inputs, projected and split for a module."""
-        x = self.source(role)
+        x = self.add_vectors(role, self.source(role))
         if self.weights is not None:
             x = self.split_heads(self.project(role, x), self.count_heads(role))
         return self.encode_heads(role, x)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from manyheads.checker.oracle import Attention, Oracle
-from manyheads.checker.overrides import Bug, override, transform
+from manyheads.checker.overrides import Bug, override, transform, wrap
 
 # A fix names an axis only together with the layout it belongs to: heads are laid out in many ways.
 SCALE = "divide the scores by the square root of the head size: scores / math.sqrt(d)"
@@ -72,6 +72,12 @@ def reshape_axes_back(oracle: Attention, x: Tensor) -> Tensor:
     return x if oracle.weights is None else x.reshape(x.shape[1], x.shape[0], -1).transpose(0, 1)
 
 
+def add_to_projected(oracle: Attention, step: Callable[[str, Tensor], Tensor], role: str, x: Tensor) -> Tensor:
+    """Add the vectors of positions to the projected queries and keys."""
+    vectors = oracle.vectors(role) if role in "qkv" else None
+    return step(role, x) if vectors is None else step(role, x) + vectors
+
+
 # fmt: off
 BUGS = [
     Bug("unscaled", "whose scores are not divided by √d", SCALE, *scaled_by(lambda o: 1.0)),
@@ -119,6 +125,16 @@ BUGS = [
         override(add_bias=lambda o, scores: scores)),
     Bug("bias-before-scale", "that scales its additive mask along with the scores", "scale the scores first, then add: scores / math.sqrt(d) + bias",
         override(add_bias=lambda o, scores: scores if o.x.bias is None else scores + o.x.bias * o.scale())),
+    Bug("vectors-on-values", "that adds the vectors of positions to the input of its values too", "add them to the inputs of queries and keys: q = k = x + pos, v = x",
+        override(vectors=lambda o, role: {"q": o.x.query_vectors, "k": o.x.key_vectors, "v": o.x.key_vectors}[role])),
+    Bug("vectors-on-one", "that adds the vectors of positions to queries only, or to keys only", "add them to the inputs of both: q = k = x + pos, or q = x + query_pos, k = context + key_pos",
+        *(override(vectors=lambda o, role, one=one: Attention.vectors(o, role) if role == one else None) for one in "qk")),
+    Bug("vectors-ignored", "that ignores the vectors of positions it is given", "add them to the inputs of queries and keys: q = k = x + pos, v = x",
+        override(vectors=lambda o, role: None)),
+    Bug("vectors-after-projection", "that adds the vectors of positions to projected queries and keys rather than to their inputs", "add them before the projection: q = W_q (x + pos)",
+        wrap(add_vectors=lambda o, step, role, x: x, project=add_to_projected)),
+    Bug("vectors-on-output", "whose output has the vectors of positions too", "add them to the inputs of queries and keys only",
+        transform(finish=lambda o, x: x if o.x.query_vectors is None else x + o.x.query_vectors)),
     Bug("batch-as-tokens", "over the batch: it takes [b, t, e] for [t, b, e]", "say batch_first=True, or transpose the first two axes before and after",
         transform(source=swap_axes, project_output=swap_axes)),
     Bug("batch-reshaped", "whose batch and tokens are exchanged by a reshape rather than by a transpose",

@@ -14,11 +14,11 @@ from torch import Tensor
 from manyheads.checker.candidates import names
 from manyheads.checker.candidates.adapter import Adapter, B, D, Options, S, T
 from manyheads.checker.candidates.construct import PROJECTED
-from manyheads.checker.candidates.documentation import counts_from_start
+from manyheads.checker.candidates.documentation import counts_from_start, says_one_role
 from manyheads.checker.candidates.errors import ALONE, Unclear, UnexpectedOutput
 from manyheads.checker.candidates.forms import SEGMENTS, WEIGHT_LAYOUTS, AngleForm, MaskForm, rearrange
 from manyheads.checker.candidates.parameters import NAME_WEIGHTS, find_projections, input_widths, randomize
-from manyheads.checker.candidates.roles import MASKS, ROLES, Role, may_be_tensor, read_roles
+from manyheads.checker.candidates.roles import MASKS, ROLES, VECTORS, Role, may_be_tensor, read_roles
 from manyheads.checker.isolation.candidate import Call, Candidate, Kept
 from manyheads.checker.isolation.describe import Argument
 from manyheads.checker.isolation.errors import CandidateError, CodeError
@@ -90,6 +90,7 @@ class AttentionAdapter(Adapter):
         self.is_order_unknown = False  # whether that is all that no known parts explain
         self.cache: Cache | None = None  # how its cache of earlier keys is used
         self.cache_problem = ""  # why that isn't known, if it seems to have one
+        self.vectors: dict[str, str] = {}  # "q", "k" or "qk" by the role of each argument for such vectors
         self.head_mask_letters = "h"  # the axes of a head mask
         self.window_size = 1  # how many keys a window has besides those before the query
         self.mechanism = ""  # other than softmax attention, in the words of its documentation
@@ -318,8 +319,10 @@ class AttentionAdapter(Adapter):
             x = Inputs(query, key, value)
         if self.always_causal:
             x = x.but(causal=True, offset=0 if self.counts_from_start else x.s - x.t)
-        if ANGLES & set(self.arguments) or self._is_required("positions"):
+        if ANGLES & set(self.arguments) or self.is_required("positions"):
             x = self.place(x, torch.arange(x.s).expand(b, -1))
+        if self.vectors and any(map(self.is_required, self.vectors)):
+            x = self.draw_vectors(x, generator)
         return x.but(need_weights=self.always_weights, average_weights=self.always_averaged)
 
     def place(self, x: Inputs, positions: Tensor) -> Inputs:
@@ -328,6 +331,30 @@ class AttentionAdapter(Adapter):
         frequencies = 10000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
         angles = positions[..., None] * frequencies if ANGLES & set(self.arguments) else None
         return x.but(positions=positions, angles=angles)
+
+    def draw_vectors(self, x: Inputs, generator: torch.Generator) -> Inputs:
+        """Return x with random vectors of positions for each argument that takes them."""
+        drawn = {}
+        for to in self.vectors.values():
+            like = x.key if to == "k" else x.query
+            vectors = torch.randn(like.shape, generator=generator)
+            drawn |= {{"q": "query_vectors", "k": "key_vectors"}[role]: vectors for role in to}
+        return x.but(**drawn)
+
+    def possible_vectors(self) -> list[dict[str, str]]:
+        """Return what the vectors of each argument may be added to: "q", "k", or "qk" in self-attention.
+
+        Trial calls decide where neither names nor documentation do.
+        """
+        roles = [role for role in VECTORS if role in self.arguments]
+        said = {role: says_one_role(self.arguments[role], self.text) for role in roles}
+        usual = {"query-vectors": "q", "key-vectors": "k"}
+        if "cross" not in self.features:
+            alone = not set(usual) <= set(roles)
+            return [{role: said[role] or ("qk" if alone else usual.get(role, "qk")) for role in roles}]
+        usual["vectors"] = "k" if "query-vectors" in roles else "q" if "key-vectors" in roles else ""
+        found = {role: said[role] or usual[role] for role in roles}
+        return [{role: to or other for role, to in found.items()} for other in ("qk" if "" in found.values() else "q")]
 
     def replace_sequences(self, x: Inputs, **fields: Tensor) -> Inputs:
         """Return x with new queries, keys or values; those that share one argument stay equal."""
@@ -341,7 +368,11 @@ class AttentionAdapter(Adapter):
         """Return x with all tokens but the last in another order."""
         order = torch.cat((torch.arange(x.t - 1).roll(1), torch.tensor([x.t - 1])))
         names = SEQUENCES[1:] if "cross" in self.features else SEQUENCES
-        return self.replace_sequences(x, **{name: getattr(x, name)[..., order, :] for name in names})
+        fields = {name: getattr(x, name)[..., order, :] for name in names}
+        vectors = {"key_vectors": x.key_vectors, "query_vectors": x.query_vectors}
+        moved = {name: y for name, y in vectors.items() if y is not None and name.partition("_")[0] in names}
+        x = x.but(**{name: y[..., order, :] for name, y in moved.items()})
+        return self.replace_sequences(x, **fields)
 
     def change_key(self, x: Inputs, position: int, by: float | None = None) -> Inputs:
         """Return x with one key and value changed, by a different amount in each channel, or by `by` in all.
@@ -463,6 +494,8 @@ class AttentionAdapter(Adapter):
             calls["grid"] = self.draw(g, b, self.prefix + 6)
         for rows, columns in self.images[1:]:
             calls[f"grid ({rows} × {columns})"] = self.draw(g, b, count=rows * columns)
+        if self.vectors:
+            calls["vectors"] = self.draw_vectors(self.draw(g, b, t, s), g)
         if "scale" in features:
             calls["scale"] = self.draw(g, b, t, s).but(scale=0.3)
         if "softcap" in features:
@@ -504,11 +537,12 @@ class AttentionAdapter(Adapter):
             "x": queries,
             "key": self.to_layout(x.key),
             "value": self.to_layout(x.value),
+            **self._vectors(x),
             "bias": x.bias,
             "causal": x.causal,
             "average-weights": x.average_weights,
             "weights": x.need_weights,
-            "scale": default_scale if x.scale is None and self._is_required("scale") else x.scale,
+            "scale": default_scale if x.scale is None and self.is_required("scale") else x.scale,
             "sink": x.sink,
             "softcap": x.softcap,
             "rows": rows,
@@ -544,7 +578,7 @@ class AttentionAdapter(Adapter):
         absent: dict[str, Any] = dict.fromkeys(required)
         defaults = {"dropout": 0.0, "return-cache": False, "cache": Kept(-1) if before else None}
         for role in (*defaults, "cached-keys", "cached-values"):
-            if self._is_required(role):
+            if self.is_required(role):
                 absent[roles[role]] = defaults.get(role)
         kwargs = absent | kwargs
         args = tuple(kwargs.pop(name) for name in takewhile(kwargs.__contains__, self.positional))
@@ -567,9 +601,14 @@ class AttentionAdapter(Adapter):
             )
         return out[:, : x.t]
 
+    def _vectors(self, x: Inputs) -> dict[str, Tensor | None]:
+        """Return the vectors of positions of a call, by role."""
+        given = {role: x.key_vectors if to == "k" else x.query_vectors for role, to in self.vectors.items()}
+        return {role: None if y is None else self.to_layout(y) for role, y in given.items()}
+
     def _positions(self, x: Inputs) -> dict[str, Any]:
         """Return the values of a call, by role, that say where its tokens are."""
-        values: dict[str, Any] = {"start": 0} if self._is_required("start") else {}
+        values: dict[str, Any] = {"start": 0} if self.is_required("start") else {}
         first = x.s - x.t if x.offset else 0
         if x.positions is not None:
             positions = x.positions[:, first : first + x.t]
@@ -589,7 +628,7 @@ class AttentionAdapter(Adapter):
         found = (arg for arg in self.description.call if arg.name == name)
         return next(found, Argument("", "keyword", False, None, ""))
 
-    def _is_required(self, role: str) -> bool:
+    def is_required(self, role: str) -> bool:
         """Return True if calls must pass the argument: without a default, or to turn off the cache."""
         argument = self._argument(role)
         return argument.required or (role == "return-cache" and argument.default is True)

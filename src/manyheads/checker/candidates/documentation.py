@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from manyheads.checker.candidates import names
@@ -219,6 +220,27 @@ def says_vectors(name: str, text: str) -> bool:
         rf"\b{re.escape(name)}\b\W{{1,4}}(?:(?!of|for|in|to)\w+[ -]){{0,3}}(?:embedding|vector|encoding)s?\b"
     )
     return bool(re.search(shape, text) or re.search(noun, text, re.I))
+
+
+def says_numbers(name: str, text: str) -> bool:
+    """Return True if documentation says that an argument has at most one number for each token."""
+    shape = rf"\b{re.escape(name)}\b(?:=None)?[`: ]*(?:\w+ ){{0,3}}`*[\[(][\w* ]+(?:,[\w* ]+)?,?[\])]"
+    return re.search(shape, text) is not None
+
+
+def adds_to_tokens(name: str, sequences: Iterable[str], source: str) -> bool:
+    """Return True if code adds an argument to one of the sequences, before they are projected."""
+    tokens = "|".join(map(re.escape, sequences)) or "$^"
+    sums = rf"\b(?:{tokens}) \+ {name}\b(?!\.)|\b{name} \+ (?:{tokens})\b(?!\.)"
+    helper = rf"(?<!def )\bwith_pos(?:_?embed\w*)?\([^,()]*(?:\([^()]*\))?, *{name}\)"  # as in DETR
+    return re.search(rf"{sums}|{helper}", source) is not None
+
+
+def says_one_role(name: str, text: str) -> str:
+    """Return "q" or "k" if documentation says that an argument is for queries or for keys only, or ""."""
+    only = r"\b(quer|key)(?:y|ies|s)? (?:only|alone)\b|\bonly (?:added )?(?:to |for )?(?:the )?(quer|key)"
+    found = re.search(only, lines_about(name, text), re.I)
+    return "" if found is None else "q" if "quer" in found[0].lower() else "k"
 
 
 def counts_from_start(kind: str, text: str) -> bool:

@@ -18,7 +18,7 @@ import torch
 
 from manyheads.checker.candidates import documentation, forms, names
 from manyheads.checker.candidates.adapter import Adapter, B, Options, S, T
-from manyheads.checker.candidates.attention import ANGLES, GRIDS, POSITIONS, SEQUENCES, AttentionAdapter
+from manyheads.checker.candidates.attention import ANGLES, GRIDS, POSITIONS, SEQUENCES, TRIED, AttentionAdapter
 from manyheads.checker.candidates.caches import find_cache, prepare_calls
 from manyheads.checker.candidates.construct import fill_arguments, has_implementations
 from manyheads.checker.candidates.encoding import RotaryAdapter, TableAdapter
@@ -28,6 +28,7 @@ from manyheads.checker.candidates.parts import WINDOWS, Numbers, find_parts
 from manyheads.checker.candidates.roles import (
     CACHES,
     MASKS,
+    VECTORS,
     is_of_context,
     possible_roles,
     read_roles,
@@ -81,8 +82,11 @@ def open_adapter(candidate: Candidate | CandidateProcess, options: Options) -> A
 
     # An optional context: self-attention first, or cross-attention if it can't be called without a context.
     masks_of_context = [name for name in of_context if roles[name][0] in MASKS]
+    found = {role: name for name, (role, _) in roles.items() if role is not None}
+    of_keys = ("vectors", "key-vectors") if "query-vectors" in found else ("key-vectors",)
+    vectors_of_context = [found[role] for role in of_keys if role in found]
     try:
-        adapter = open_attention(candidate, leave_out(masks_of_context, "self"))
+        adapter = open_attention(candidate, leave_out([*masks_of_context, *vectors_of_context], "self"))
     except Unclear:
         return open_attention(candidate, replace(options, kind="cross"))
     of_x = [name for name, (role, _) in roles.items() if role in CACHES]
@@ -214,6 +218,8 @@ def probe(adapter: AttentionAdapter) -> AttentionAdapter:
     """Find how the candidate is called, and which inputs and outputs it supports."""
     g = torch.Generator().manual_seed(2)
     prepare_calls(adapter)
+    if is_required := any(map(adapter.is_required, VECTORS)):
+        find_vectors(adapter, g)
     find_counts(adapter, g)
     if adapter.weights is not None and adapter.options.layout is None:
         find_tokens(adapter, g)
@@ -246,6 +252,8 @@ def probe(adapter: AttentionAdapter) -> AttentionAdapter:
     adapter.is_seeded = any(not torch.equal(out.nan_to_num(), outs[0].nan_to_num()) for out in outs)
     if not adapter.is_seeded:
         find_parts(adapter)
+    if not is_required and not adapter.vectors:
+        find_vectors(adapter, g)
     find_masks(adapter, g)
     find_head_mask(adapter, g)
     find_window(adapter, g)
@@ -402,12 +410,26 @@ def find_position_forms(adapter: AttentionAdapter, g: torch.Generator) -> None:
         before, after = adapter.attempt(x), adapter.attempt(later)
         if before is not None and after is not None and bool(before.out.isfinite().all()):
             accepted[letters, form] = largest_difference(before.out, after.out)
-    if not accepted:
+    if not accepted and not find_vectors_for_positions(adapter, g):
         leave_out_angles(adapter)
     first = next(iter(accepted), ("bs", angles[0]))
     same_shape = [each for each in accepted if each[1] and first[1] and each[1].letters == first[1].letters]
     fitting = (each for each in same_shape if accepted[each] < 1e-3)
     adapter.position_letters, adapter.angle_form = next(fitting, first)
+
+
+def find_vectors_for_positions(adapter: AttentionAdapter, g: torch.Generator) -> bool:
+    """Find whether an argument that no call accepts numbers of positions for takes vectors of them."""
+    if "positions" not in adapter.arguments or "vectors" in adapter.arguments:
+        return False
+    name = adapter.arguments["vectors"] = adapter.arguments.pop("positions")
+    find_vectors(adapter, g)
+    if adapter.vectors:
+        adapter.reasons[name] = TRIED
+    else:
+        adapter.arguments["positions"] = adapter.arguments.pop("vectors")
+        del adapter.unjudged[name]
+    return bool(adapter.vectors)
 
 
 def leave_out_angles(adapter: AttentionAdapter) -> None:
@@ -518,6 +540,23 @@ def find_causality(adapter: AttentionAdapter, g: torch.Generator) -> None:
         adapter.always_causal = True
         adapter.notes.append(f"assumed to be causal ({reason})")
         adapter.features.add("causal")
+
+
+def find_vectors(adapter: AttentionAdapter, g: torch.Generator) -> None:
+    """Find which tokens vectors of positions belong to, and leave out those that no call accepts."""
+    adapter.last_error = None
+    for possible in adapter.possible_vectors() if {*VECTORS} & set(adapter.arguments) else ():
+        adapter.vectors = possible
+        if adapter.attempt(adapter.draw_vectors(adapter.draw(g, s=S), g)) is not None:
+            return
+    for role in adapter.vectors:
+        name, error = adapter.arguments[role], adapter.last_error
+        adapter.unjudged[name] = (
+            "every call with vectors of the tokens' shape "
+            f"{'returned no attention output' if error is None else f'raised an error: {error.reason}'}. "
+            f"Give its role with --arg {name}=ROLE, or --arg {name}=ignore."
+        )
+    adapter.vectors = {}
 
 
 def find_head_mask(adapter: AttentionAdapter, g: torch.Generator) -> None:

@@ -37,6 +37,10 @@ ROLES: dict[str, str] = {
     "causal": "whether to apply a causal mask",
     "bias": "numbers that are added to the scores",
     "positions": "the positions of the tokens, [b, t] or [t]",
+    "vectors": "vectors of positions that are added to the input of queries and keys, not of values; of x's "
+    "tokens, or of the context's",
+    "query-vectors": "such vectors of the queries; in self-attention of the keys too, unless those have their own",
+    "key-vectors": "such vectors of the keys",
     "start": "the position of the first token",
     "cos-sin": "the cosines and sines of a rotary encoding, a tuple",
     "cos": "its cosines",
@@ -68,6 +72,7 @@ ROLES: dict[str, str] = {
 OTHERS = "*"  # in --arg '*=ignore', the optional arguments whose role nothing says
 CACHED = ("cache", "cached-keys", "cached-values")
 CACHES = (*CACHED, "return-cache")
+VECTORS = ("vectors", "query-vectors", "key-vectors")
 OFF_BY_DEFAULT = ("softcap", "window", "head-mask")  # roles that calls set in inputs of their own
 SIZES = ("length", "query-length", "batch", "layer")  # roles of numbers that are passed only if required
 SEQUENCES = ("x", "query", "key", "value", "context")
@@ -146,6 +151,15 @@ def read_roles(
             for name, (role, _) in roles.items()
             if role in pair
         }
+    sequences = [name for name, (role, _) in roles.items() if role in SEQUENCES]
+    for name, (role, reason) in roles.items():
+        is_open = role in (None, "positions", "cos-sin")
+        if is_open and documentation.adds_to_tokens(name, sequences, description.source):
+            roles[name] = ("vectors", "its code, which adds it to tokens")
+    vectors = [name for name, (role, _) in roles.items() if role in ("query-vectors", "key-vectors")]
+    for name in [name for name, (role, _) in roles.items() if role in ("positions", "cos-sin") and vectors]:
+        if not documentation.says_numbers(name, text):
+            roles[name] = ("vectors", f"{vectors[0]} beside it")
     for argument in arguments:
         is_open = roles[argument.name][0] in ("context", None) and not set(CACHED) & found
         if is_open and (reason := find_cache_reason(argument, description.source, text)):
@@ -184,6 +198,8 @@ def read_role(argument: Argument, text: str) -> tuple[str | None, str]:
     if role == "positions" and INTEGER.fullmatch(argument.annotation):
         return "start", "its name and type"
     if role == "positions" and documentation.says_vectors(argument.name, text):
+        return "vectors", "its documentation"
+    if role in VECTORS and documentation.says_numbers(argument.name, text):
         return None, ""
     if role == "causal" and "mask" in argument.name and not is_switch:
         return "mask", "its name"

@@ -123,6 +123,7 @@ def cut(adapter: Adapter, inputs: Inputs, axis: str) -> Inputs | None:
         return None
     keep, padding, bias = inputs.keep, inputs.padding, inputs.bias
     positions, angles = inputs.positions, inputs.angles
+    of_queries, of_keys = inputs.query_vectors, inputs.key_vectors
     counts_from_end = inputs.causal and not adapter.counts_from_start and inputs.offset == inputs.s - inputs.t
     smaller = inputs.but(
         query=inputs.query[:b, ..., :t, :],
@@ -133,6 +134,8 @@ def cut(adapter: Adapter, inputs: Inputs, axis: str) -> Inputs | None:
         bias=None if bias is None else bias[..., :t, :s],
         positions=None if positions is None else positions[:b, :s],
         angles=None if angles is None else angles[:b, :s],
+        query_vectors=None if of_queries is None else of_queries[:b, ..., :t, :],
+        key_vectors=None if of_keys is None else of_keys[:b, ..., :s, :],
         offset=s - t if counts_from_end else inputs.offset,
     )
     masks = (smaller.keep, smaller.padding)
