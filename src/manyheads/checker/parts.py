@@ -612,27 +612,62 @@ class RelativeKeys(Bias):
     They are added before the scale.
 
     Attributes:
-        path: The table of the vectors, `[2 n + 1, d]`, for distances up to n on both sides.
+        path: The table of the vectors, `[n, d]`, or for each head `[h, n, d]`, `[n, h, d]` or `[n, h · d]`.
         sign: 1 for distances j − i, −1 for i − j.
         roles: "q", or "qk" if keys are multiplied by them too.
+        rows: "both sides" (n = 2 m + 1 rows, for distances up to m on both sides), or of a causal layer "last"
+            (the last row is that of distance 0, the row before it that of 1, Huang et al. 2019,
+            arXiv:1809.04281) or "first" (the first row is that of distance 0).
+        skew: How products by rows are shifted to distances, instead of the right way, which is "". A bug.
+        is_unscaled: Whether the products are added after the scale, which is a bug.
     """
 
     path: str
     sign: int = 1
     roles: str = "q"
+    rows: str = "both sides"
+    skew: tuple[str, bool, bool] | tuple[()] = ()
+    is_unscaled: bool = False
+
+    def table(self, oracle: Attention) -> Tensor:
+        """Return the vectors, `[h, n, d]` or `[1, n, d]`."""
+        table, (h, d) = read(oracle, self.path), (oracle.q.shape[1], oracle.q.shape[-1])
+        if table.dim() == 2:
+            return table[None] if table.shape[-1] == d else table.unflatten(-1, (h, d)).transpose(0, 1)
+        return table if table.shape[0] == h else table.transpose(0, 1)
 
     def compute(self, oracle: Attention) -> Tensor:
         """Return the products, scaled, `[b, h, t, s]`."""
-        table, (i, j) = read(oracle, self.path), self.positions(oracle)
-        n = table.shape[0] // 2
-        vectors = table[(self.sign * (j - i)).clamp(-n, n) + n]
-        bias = torch.einsum("bhtd,tsd->bhts", oracle.q, vectors)
+        table, (i, j) = self.table(oracle), self.positions(oracle)
+        scale = 1.0 if self.is_unscaled else oracle.scale()
+        if self.skew and oracle.x.t == oracle.x.s:
+            return self.shift(oracle.q @ table[:, table.shape[1] - oracle.x.t :].mT, *self.skew) * scale
+        n = table.shape[1] if self.rows != "both sides" else table.shape[1] // 2
+        index = {
+            "both sides": (self.sign * (j - i)).clamp(-n, n) + n,
+            "first": i - j,
+            "last": n - 1 - (i - j),
+            "last of the call": oracle.x.s - 1 - (i - j),
+        }[self.rows]
+        vectors = table[:, index.clamp(0, table.shape[1] - 1)]
+        bias = torch.einsum("bhtd,htsd->bhts", oracle.q, vectors.expand(oracle.q.shape[1], -1, -1, -1))
         if "k" in self.roles:
-            bias = bias + torch.einsum("bhsd,tsd->bhts", oracle.k, vectors)
-        return bias * oracle.scale()
+            bias = bias + torch.einsum("bhsd,htsd->bhts", oracle.k, vectors.expand(bias.shape[1], -1, -1, -1))
+        return bias * scale
+
+    @staticmethod
+    def shift(products: Tensor, padded: str, drops_last: bool, is_masked: bool) -> Tensor:
+        """Return products `[b, h, t, t]` of queries and rows, shifted by a reshape of `[t, t + 1]`."""
+        t = products.shape[-1]
+        if is_masked:  # rows of distances beyond the first token
+            products = products * products.new_ones(t, t).triu().flip(-2)
+        products = torch.nn.functional.pad(products, (1, 0) if padded == "left" else (0, 1))
+        reshaped = products.reshape(*products.shape[:2], t + 1, t)
+        return reshaped[:, :, :-1] if drops_last else reshaped[:, :, 1:]
 
     def __str__(self) -> str:
-        return f"{NAMES[self.roles]} times learned vectors `{self.path}` by distances"
+        zero = f", the {self.rows} row for distance 0" * (self.rows != "both sides")
+        return f"{NAMES[self.roles]} times learned vectors `{self.path}` by distances{zero}"
 
 
 # -- scores ----------------------------------------------------------------------------------------

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from manyheads import checker
 from manyheads.checker.candidates.documentation import adds_to_tokens, says_numbers, says_one_role
-from tests.unit.checker.test_round_8 import Layer, bugs
+from tests.unit.checker.test_round_8 import Layer, bugs, past
 
 pytestmark = pytest.mark.usefixtures("quick", "one_thread")
 
@@ -228,3 +230,102 @@ def test_code_and_documentation_say_what_vectors_are_added_to() -> None:
     assert says_one_role("pos", "pos: added to the queries and keys") == ""
     assert says_numbers("query_pos", "query_pos: [b, t]")
     assert not says_numbers("query_pos", "query_pos: [b, t, e]")
+
+
+# -- vectors that are learned by distance ----------------------------------------------------------
+
+
+class Skewed(Layer):
+    """Causal attention with vectors of distances, the last row for distance 0, as in Music Transformer."""
+
+    shape: tuple[int, ...] = (32, 6)
+
+    def __init__(self, dim: int = 24, num_heads: int = 4) -> None:
+        super().__init__(dim, num_heads)
+        self.E = nn.Parameter(torch.randn(self.shape))
+
+    def vectors(self, t: int) -> Tensor:
+        return self.E[..., self.E.shape[-2] - t :, :]
+
+    def skew(self, x: Tensor) -> Tensor:
+        t = x.shape[-1]
+        return F.pad(x, (1, 0)).reshape(*x.shape[:2], t + 1, t)[:, :, 1:]
+
+    def combine(self, scores: Tensor, products: Tensor, scale: float) -> Tensor:
+        return (scores + products) * scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        (q, k, v), t = self.heads(x), x.shape[1]
+        products = self.skew(q @ self.vectors(t).mT)
+        scores = self.combine(q @ k.mT, products, q.shape[-1] ** -0.5)
+        return self.merge(scores.masked_fill(~past(t, t), -torch.inf).softmax(-1), v)
+
+
+class SkewedByHead(Skewed):
+    """Each head has its own vectors."""
+
+    shape = (4, 32, 6)
+
+
+class Gathered(Skewed):
+    """The first row is that of distance 0, and vectors of all heads are in one row."""
+
+    shape = (32, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (q, k, v), t = self.heads(x), x.shape[1]
+        distances = (torch.arange(t)[:, None] - torch.arange(t)).clamp_min(0)
+        vectors = self.E[distances].unflatten(-1, (4, 6))
+        scores = (q @ k.mT + torch.einsum("bhtd,tshd->bhts", q, vectors)) * q.shape[-1] ** -0.5
+        return self.merge(scores.masked_fill(~past(t, t), -torch.inf).softmax(-1), v)
+
+
+class FirstRows(Skewed):
+    """The first rows are taken in place of the last."""
+
+    def vectors(self, t: int) -> Tensor:
+        return self.E[:t]
+
+
+class DropsLastRow(Skewed):
+    """The last row of the padded products is dropped in place of the first."""
+
+    def skew(self, x: Tensor) -> Tensor:
+        t = x.shape[-1]
+        return F.pad(x, (1, 0)).reshape(*x.shape[:2], t + 1, t)[:, :, :-1]
+
+
+class PadsRight(SkewedByHead):
+    """The column of zeros is on the wrong side."""
+
+    def skew(self, x: Tensor) -> Tensor:
+        t = x.shape[-1]
+        return F.pad(x, (0, 1)).reshape(*x.shape[:2], t + 1, t)[:, :, 1:]
+
+
+class Unscaled(Skewed):
+    """The products aren't scaled."""
+
+    def combine(self, scores: Tensor, products: Tensor, scale: float) -> Tensor:
+        return scores * scale + products
+
+
+@pytest.mark.parametrize("kind", [Skewed, SkewedByHead, Gathered])
+def test_vectors_of_distances_are_recognized(kind: type[Layer]) -> None:
+    report = checker.check(kind)
+    assert report.passed, report
+    assert any("learned vectors `E` by distances" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bug"),
+    [
+        (FirstRows, "vectors-slice"),
+        (DropsLastRow, "vectors-skewed"),
+        (PadsRight, "vectors-skewed"),
+        (Unscaled, "vectors-unscaled"),
+    ],
+)
+def test_bugs_of_vectors_of_distances_are_named(kind: type[Layer], bug: str) -> None:
+    report = checker.check(kind)
+    assert (report.verdict, bugs(report)) == ("failed", [bug])

@@ -362,6 +362,8 @@ def one_norm_of_two(part: Norm) -> list[Replacement]:
 
 # Roles to which a norm may be applied instead, those that two norms have together at the same place.
 MISPLACED = {"q": ["k", "v", "k"], "k": ["v", "q", "q"], "qk": ["kv", "qv"]}
+# Of the products with vectors of distances: a column of zeros on the other side, or another row dropped.
+WRONG_SKEWS = [each for each in product(("left", "right"), (True, False), (True, False)) if each[:2] != ("left", False)]
 # fmt: off
 ALIKE = "treat queries and keys alike"
 WINDOW = "a query attends to the last `window` keys, its own included: (i − j < window) & (j ≤ i)"
@@ -441,7 +443,12 @@ BUGS: list[PartBug] = [
     PartBug("bias-lost-in-steps", "without its relative bias in steps with a cache", "add the bias in steps too, for the distances from the step's queries to all keys",
         Bias, bias_of_first_step),
     PartBug("vectors-transposed", "whose vectors of distances are those of the opposite distances", "one order of distances for the table and its index: i − j or j − i, shifted by the largest distance", RelativeKeys,
-        lambda part: changed(sign=-part.sign)(part)),
+        lambda part: changed(sign=-part.sign)(part) if part.rows == "both sides" else []),
+    PartBug("vectors-slice", "that takes the first rows of its vectors of distances in a call of fewer tokens, although its last row is that of distance 0", "slice the last rows: E[max_len - t:]",
+        RelativeKeys, lambda part: changed(rows="last of the call")(part) if part.rows == "last" else []),
+    PartBug("vectors-skewed", "whose products with the vectors of distances are shifted to other queries or distances", "pad a column of zeros on the left, reshape [t, t + 1] to [t + 1, t], and drop the first row: x[:, :, 1:]",
+        RelativeKeys, lambda part: changed(skew=WRONG_SKEWS)(part) if part.rows == "last" else []),
+    PartBug("vectors-unscaled", "whose products with the vectors of distances aren't scaled along with the scores", "(q kᵀ + products) / √d", RelativeKeys, changed(is_unscaled=True)),
     PartBug("vectors-missing", "without its vectors of distances", "add the product of queries and the vectors of distances to the scores, before the scale", RelativeKeys, without),
     PartBug("window-index", "whose relative bias has the wrong index: other distances share an entry", "distance of rows times 2 · columns − 1, plus distance of columns; in a volume, of layers times (2 · rows − 1)(2 · columns − 1)",
         TableBias, window_index),

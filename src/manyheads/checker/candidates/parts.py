@@ -703,8 +703,7 @@ class Search:
                 forms.sort(key=lambda form: form != "divisor")
             yield from (Temperature(path, form) for form in forms)
             yield Alibi(path, is_symmetric=not self.adapter.always_causal)
-        if len(shape) == 2 and shape[0] % 2 and shape[0] > 1 and shape[1] == d:
-            yield from (RelativeKeys(path, *each) for each in product((-1, 1), ("q", "qk")))
+        yield from self.vectors_of_distances(path, shape)
         if n == h * h and len(shape) >= 2 and shape[0] == h:
             yield from (HeadMixing(path, "scores", is_transposed) for is_transposed in (False, True))
         if len(shape) >= 2 and h in shape and len(paths) == 1:
@@ -727,6 +726,17 @@ class Search:
                     yield TableBias(path, "buckets", max_distance, is_bidirectional, ends_together=at_end)
                 yield TableBias(path, "distances")
                 yield TableBias(path, "distances", sign=-1)
+
+    def vectors_of_distances(self, path: str, shape: tuple[int, ...]) -> Iterator[RelativeKeys]:
+        """Yield the vectors of distances that a table may have, for all heads or for each."""
+        assert self.adapter.weights is not None
+        h, d = self.adapter.weights.heads, self.size
+        rows = {(d,): shape[0], (h * d,): shape[0], (h, d): shape[0]}.get(shape[1:], 0)
+        rows = shape[1] if shape[::2] == (h, d) else rows
+        if rows > 1 and rows % 2:
+            yield from (RelativeKeys(path, *each) for each in product((-1, 1), ("q", "qk")))
+        if rows > 1 and self.adapter.always_causal:
+            yield from (RelativeKeys(path, rows=each) for each in ("last", "first"))
 
     @staticmethod
     def names_query_or_key(group: str) -> list[str]:
