@@ -316,9 +316,11 @@ def swap_quarters(x: Tensor) -> Tensor:
 class Window(Part):
     """Visible keys: the last `size` tokens, `size` tokens on each side, or those of the same chunk.
 
+    A chunk may see the one before it too, or both neighbors (local attention).
+
     Attributes:
         size: The number of tokens, the query's own included.
-        kind: "sliding", "both sides" or "chunks".
+        kind: "sliding", "both sides", "chunks", "chunks, the one before" or "chunks, both neighbors".
         first: The number of first tokens that are always visible.
     """
 
@@ -332,15 +334,24 @@ class Window(Part):
 
     def visible(self, i: Tensor, j: Tensor) -> Tensor:
         """Return True where the query at position i may attend to the key at position j."""
-        if self.kind == "chunks":
-            inside = i // self.size == j // self.size
+        if self.kind.startswith("chunks"):
+            back = i // self.size - j // self.size  # in chunks
+            inside = (back >= -("both" in self.kind)) & (back <= ("," in self.kind))
         else:
             inside = i - j < self.size
             inside = inside & (j - i < self.size) if self.kind == "both sides" else inside
         return inside | (j < self.first)
 
+    @property
+    def span(self) -> int:
+        """The number of tokens of which the last doesn't see the first."""
+        return self.size * (1 + ("," in self.kind))
+
     def __str__(self) -> str:
-        kind = {"sliding": f"sliding window of {self.size} keys", "chunks": f"chunks of {self.size} tokens",
+        chunks = f"chunks of {self.size} tokens"
+        kind = {"sliding": f"sliding window of {self.size} keys", "chunks": chunks,
+                "chunks, the one before": f"{chunks}, which see the chunk before too",
+                "chunks, both neighbors": f"{chunks}, which see both neighboring chunks too",
                 "both sides": f"window of {self.size - 1} tokens on both sides"}[self.kind]  # fmt: skip
         return kind + f" and the first {self.first}" * bool(self.first)
 

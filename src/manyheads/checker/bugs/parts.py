@@ -205,6 +205,27 @@ def misplaced_window(part: Window) -> list[Replacement]:
     return wrong(*(wrap(masks=lambda o, step, n=n: [*step(), visible(o, n)]) for n in (1, 2)))
 
 
+def empty_keys(part: Window) -> list[Replacement]:
+    """Return a window with keys of zeros where it reaches beyond the tokens, always or without a mask only."""
+
+    def softmax(oracle: Attention, step: Callable[[Tensor], Tensor], scores: Tensor, always: bool) -> Tensor:
+        i, x = oracle.positions()[0], oracle.x
+        if part.kind.startswith("chunks"):
+            n = part.size * (i < part.size)
+            last = (x.s - 1) // part.size  # chunk
+            n = n + part.size * (i // part.size == last) if "both" in part.kind else n
+        else:
+            n = (part.size - 1 - i).clamp_min(0)
+            n = n + (i + part.size - x.s).clamp_min(0) if part.kind == "both sides" else n
+        n = n if always or (x.keep is None and x.padding is None) else 0 * n
+        zeros = n.to(scores).log().expand(*scores.shape[:3], 1)  # n scores of 0
+        return step(torch.cat((scores, zeros), -1))[..., :-1]
+
+    if part.kind == "chunks":
+        return []
+    return [(part, Wrong(wrap(normalize=partial(softmax, always=always)))) for always in (True, False)]
+
+
 def first_not_causal(part: Window) -> list[Replacement]:
     """Return a window whose first tokens are visible to the queries before them too."""
     if not part.first:
@@ -405,6 +426,8 @@ BUGS: list[PartBug] = [
         "the query of row r is at position i = r + the cache's length: .triu(diagonal=past - window + 1)", Window, misplaced_window),
     PartBug("window-first-not-causal", "whose first tokens, which its window always shows, are visible before they occur", "the causal condition holds for them too: (j ≤ i) & ((i − j < window) | (j < first))",
         Window, first_not_causal),
+    PartBug("window-empty-keys", "whose window attends to empty keys, with which it is filled up before the first token or after the last", "mask the keys that fill up the first and the last window",
+        Window, empty_keys),
     PartBug("window-unasked", "with a window although the flag for it is off", "apply the window only where its flag is on", NoWindow,
         lambda part: [(part.window,)]),
     PartBug("window-both-sides", "whose window reaches into the future too", WINDOW, Window,

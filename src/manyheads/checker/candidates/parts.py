@@ -79,6 +79,8 @@ COUNTS_ITSELF = (
 )
 UNSCALED = "as usual with a learned bias or factor"
 NO_SINK = -1e4
+CHUNKS = r"\blook|prev|chunk|block|bucket|\bwindows\b|before"  # in code or documentation of local attention
+MOST_CHUNK = 16  # tokens of a chunk whose neighbors are looked for
 WINDOWS = r"window|\bws\b"  # names of the sizes of windows of images
 COSINES = r"(?i:cosine|l2)|F\.normalize"  # in code or documentation of scores that are cosines
 QUERY_KEY_NORM = re.compile(r"(^|[._])(qk?|k|query|key)_?(norm|scale|gamma|ln|layernorm)", re.I)
@@ -98,7 +100,7 @@ def find_parts(adapter: AttentionAdapter) -> None:
     reach_caps(adapter)
     found = [part for parts in (adapter.parts, *adapter.plausible) for part in parts]
     windows = select(found, Window) + [part.window for part in select(found, NoWindow)]
-    sizes_of_windows = [window.size for window in windows]
+    sizes_of_windows = [window.span for window in windows]
     # The keys of a loop over chunks must fill more than one chunk.
     chunks = Numbers(adapter).named_like(r"(?:^|_)(?:chunk|block|tile)(?:s|_?size|_?len|$)").values()
     sizes_of_windows += [int(n) for n in chunks if n == int(n) and 2 <= n <= 64]
@@ -252,7 +254,10 @@ class Search:
         i, j = torch.arange(t)[:, None], torch.arange(t)[None]
         causal = i >= j if self.adapter.always_causal else torch.ones_like(visible)
         known = {int(x) for x in self.numbers.all() if x == int(x)}
-        for kind, size in product(("sliding", "both sides", "chunks"), range(2, t)):
+        kinds = ["sliding", "both sides", "chunks"]
+        if re.search(CHUNKS, self.adapter.description.source + self.adapter.text, re.I):
+            kinds += ["chunks, the one before", "chunks, both neighbors"]
+        for kind, size in product(kinds, range(2, t)):
             for first in (0, 1, 2, 4):
                 window = Window(size, kind, first)
                 legal = window.visible(i, j) & causal
@@ -288,7 +293,10 @@ class Search:
             return
         visible = None
         if "cross" not in adapter.features or adapter.weights is None:
-            visible = adapter.visible_keys(adapter.draw(self.generator, 1, max(t, 8), max(t, 8)))
+            # Chunks that see the ones beside them show it in the third.
+            n = max([t, 8, *(2 * size + 2 for size in windows if size <= MOST_CHUNK)])
+            visible = adapter.visible_keys(adapter.draw(self.generator, 1, n, n))
+            visible = adapter.visible_keys(adapter.draw(self.generator, 1, t, t)) if visible is None else visible
         window = None if visible is None else self.find_window(visible)
         adapter.has_positions = self.positions_matter(min(t, 6) if window is None else min(6, window.size))
         effective = self.find_effective(*calls[0])

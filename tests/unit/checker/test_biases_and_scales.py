@@ -1,0 +1,115 @@
+"""Bugs of biases that calls may replace, and of scales that a setting changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from manyheads import checker
+from manyheads.checker.parts import select_buckets
+from tests.unit.checker.test_round_8 import Layer, bugs
+
+pytestmark = pytest.mark.usefixtures("quick", "one_thread")
+
+
+class T5Attention(Layer):
+    """Attention as in T5's encoder: unscaled, with a relative bias, which a call can replace."""
+
+    is_reshaped = False
+
+    def __init__(self, dim: int = 24, num_heads: int = 4, relative_attention_num_buckets: int = 32) -> None:
+        super().__init__(dim, num_heads)
+        self.relative_attention_bias = nn.Embedding(relative_attention_num_buckets, num_heads)
+
+    def compute_bias(self, t: int) -> Tensor:
+        distances = torch.arange(t) - torch.arange(t)[:, None]
+        bias = self.relative_attention_bias(select_buckets(distances, 32, 128, True))
+        return bias.reshape(1, -1, t, t) if self.is_reshaped else bias.permute(2, 0, 1)[None]
+
+    def forward(self, hidden_states: Tensor, position_bias: Tensor | None = None) -> Tensor:
+        q, k, v = self.heads(hidden_states)
+        if position_bias is None:
+            position_bias = self.compute_bias(q.shape[2])
+        return self.merge((q @ k.mT + position_bias).softmax(-1), v)
+
+
+class ReshapedT5(T5Attention):
+    """The bias [t, s, h] is reshaped to [h, t, s]."""
+
+    is_reshaped = True
+
+    def forward(self, hidden_states: Tensor, position_bias: Tensor | None = None) -> Tensor:
+        if position_bias is None:
+            position_bias = self.compute_bias(hidden_states.shape[1])
+        return super().forward(hidden_states, position_bias)
+
+
+class SwinAttention(Layer):
+    """Attention in a window of 3 × 3 tokens with a learned bias, as in Swin."""
+
+    is_reshaped = False
+
+    def __init__(self, dim: int = 24, num_heads: int = 4, window_size: tuple[int, int] = (3, 3)) -> None:
+        super().__init__(dim, num_heads)
+        rows, columns = window_size
+        self.relative_position_bias_table = nn.Parameter(
+            torch.randn((2 * rows - 1) * (2 * columns - 1), num_heads)
+        )
+        at = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")).flatten(1)
+        row, column = at[:, :, None] - at[:, None]
+        index = (row + rows - 1) * (2 * columns - 1) + column + columns - 1
+        self.register_buffer("relative_position_index", index)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (q, k, v), t = self.heads(x), x.shape[1]
+        bias = self.relative_position_bias_table[self.relative_position_index.flatten()]
+        bias = bias.view(-1, t, t) if self.is_reshaped else bias.view(t, t, -1).permute(2, 0, 1)
+        return self.merge((q @ k.mT * q.shape[-1] ** -0.5 + bias).softmax(-1), v)
+
+
+class ReshapedSwin(SwinAttention):
+    """The bias [t, s, h] is viewed as [h, t, s]."""
+
+    is_reshaped = True
+
+
+class LayerScaled(Layer):
+    """Attention whose scores are divided by the number of the layer, and multiplied again in float32."""
+
+    def __init__(self, dim: int = 24, num_heads: int = 4, layer_number: int = 6) -> None:
+        super().__init__(dim, num_heads)
+        self.layer_number = layer_number
+
+    def restore(self, scores: Tensor) -> Tensor:
+        return scores * self.layer_number
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        scores = q @ k.mT / (q.shape[-1] ** 0.5 * self.layer_number)
+        return self.merge(self.restore(scores).softmax(-1), v)
+
+
+class NotRestored(LayerScaled):
+    """The scores aren't multiplied again."""
+
+    def __init__(self, hidden: int = 32, num_heads: int = 4, layer_number: int = 6) -> None:
+        super().__init__(hidden, num_heads, layer_number)
+
+    def restore(self, scores: Tensor) -> Tensor:
+        return scores
+
+
+@pytest.mark.parametrize("kind", [T5Attention, SwinAttention, LayerScaled])
+def test_right_biases_and_scales_pass(kind: type[Layer]) -> None:
+    report = checker.check(kind)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize(
+    ("kind", "bug"),
+    [(ReshapedT5, "bias-reshaped"), (ReshapedSwin, "bias-reshaped"), (NotRestored, "scaled-by-setting")],
+)
+def test_bugs_of_biases_and_scales_are_named(kind: type[Layer], bug: str) -> None:
+    report = checker.check(kind)
+    assert (report.verdict, bugs(report)) == ("failed", [bug])
