@@ -1,7 +1,8 @@
 """The oracle: attention in small steps, which bugs override.
 
-    source → add_vectors → project → split_heads → encode_heads → repeat_heads → dot_product · scale → cap_scores → add_bias
-        → mask_scores → softmax → mask_weights → dropout → mix → merge_heads → gate → project_output → finish
+    source → add_vectors → project → split_heads → encode_heads → repeat_heads → dot_product · scale
+        → cap_scores → add_bias → mask_scores → softmax → mask_weights → dropout → mix → merge_heads → gate
+        → project_output → finish
 
 Steps that plain attention doesn't have (`encode_heads`, `cap_scores`, `gate`, `finish`) return their input; a
 part of a modern layer, such as a rotary encoding, overrides them (`parts`). It is written for clarity and

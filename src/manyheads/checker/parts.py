@@ -626,8 +626,8 @@ class RelativeKeys(Bias):
         path: The table of the vectors, `[n, d]`, or for each head `[h, n, d]`, `[n, h, d]` or `[n, h · d]`.
         sign: 1 for distances j − i, −1 for i − j.
         roles: "q", or "qk" if keys are multiplied by them too.
-        rows: "both sides" (n = 2 m + 1 rows, for distances up to m on both sides), or of a causal layer "last"
-            (the last row is that of distance 0, the row before it that of 1, Huang et al. 2019,
+        rows: "both sides" (n = 2 m + 1 rows, for distances up to m on both sides), or of a causal layer
+            "last" (the last row is that of distance 0, the row before it that of 1, Huang et al. 2019,
             arXiv:1809.04281) or "first" (the first row is that of distance 0).
         skew: How products by rows are shifted to distances, instead of the right way, which is "". A bug.
         is_unscaled: Whether the products are added after the scale, which is a bug.

@@ -384,7 +384,9 @@ def one_norm_of_two(part: Norm) -> list[Replacement]:
 # Roles to which a norm may be applied instead, those that two norms have together at the same place.
 MISPLACED = {"q": ["k", "v", "k"], "k": ["v", "q", "q"], "qk": ["kv", "qv"]}
 # Of the products with vectors of distances: a column of zeros on the other side, or another row dropped.
-WRONG_SKEWS = [each for each in product(("left", "right"), (True, False), (True, False)) if each[:2] != ("left", False)]
+WRONG_SKEWS = [
+    each for each in product(("left", "right"), (True, False), (True, False)) if each[:2] != ("left", False)
+]
 # fmt: off
 ALIKE = "treat queries and keys alike"
 WINDOW = "a query attends to the last `window` keys, its own included: (i − j < window) & (j ≤ i)"

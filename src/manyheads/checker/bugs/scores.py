@@ -72,7 +72,9 @@ def reshape_axes_back(oracle: Attention, x: Tensor) -> Tensor:
     return x if oracle.weights is None else x.reshape(x.shape[1], x.shape[0], -1).transpose(0, 1)
 
 
-def add_to_projected(oracle: Attention, step: Callable[[str, Tensor], Tensor], role: str, x: Tensor) -> Tensor:
+def add_to_projected(
+    oracle: Attention, step: Callable[[str, Tensor], Tensor], role: str, x: Tensor
+) -> Tensor:
     """Add the vectors of positions to the projected queries and keys."""
     vectors = oracle.vectors(role) if role in "qkv" else None
     return step(role, x) if vectors is None else step(role, x) + vectors

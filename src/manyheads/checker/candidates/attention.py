@@ -80,6 +80,7 @@ class AttentionAdapter(Adapter):
         self.filled: dict[str, MaskForm] = {}  # required masks, passed where there is no mask
         self.prepare: Make = lambda b: ()  # the calls before each call, for a batch of this size
         self.grid = ""  # the layout of x if it is one sequence, an image or a video, such as "[b, e, h, w]"
+        self.context_grid = ""  # the layout of a context that is an image, "[b, e, h, w]" or "[b, h, w, e]"
         self.count: int | None = None  # the number of tokens, if its constructor fixes it
         self.images: list[tuple[int, int]] = []  # the rows and columns of images that calls take
         self.prefix = 0  # how many tokens are before those of a grid whose size is passed
@@ -245,6 +246,8 @@ class AttentionAdapter(Adapter):
         layout = self.layouts[1].replace("i", "1").replace("j", "1")
         if (weights := self.weights) is not None:
             rows += self.projections.roles(self.parts)
+            if self.context_grid:
+                rows.append(Role("layout of the context", self.context_grid, TRIED, "setting"))
             rows.append(Role("heads", str(weights.heads), self.projections.heads_reason, "setting"))
             rows.append(Role("head size", str(weights.head_size), "", "setting"))
             if weights.key_heads != weights.heads:
@@ -299,6 +302,8 @@ class AttentionAdapter(Adapter):
         b = 1 if self.is_single else b
         t, s = (count, count) if count else (max(t, self.prefix + 1), s)
         s = s if crosses and s is not None else t
+        if self.context_grid and s > 3 and divide_grid(s)[0] == 1:
+            s += 1  # an image of one row takes masks that others don't
         if self.always_causal and (self.weights is None or not self.counts_from_start):
             s = max(s, t)  # fewer keys would leave queries without any
 
@@ -334,7 +339,7 @@ class AttentionAdapter(Adapter):
 
     def draw_vectors(self, x: Inputs, generator: torch.Generator) -> Inputs:
         """Return x with random vectors of positions for each argument that takes them."""
-        drawn = {}
+        drawn: dict[str, Tensor] = {}
         for to in self.vectors.values():
             like = x.key if to == "k" else x.query
             vectors = torch.randn(like.shape, generator=generator)
@@ -354,7 +359,10 @@ class AttentionAdapter(Adapter):
             return [{role: said[role] or ("qk" if alone else usual.get(role, "qk")) for role in roles}]
         usual["vectors"] = "k" if "query-vectors" in roles else "q" if "key-vectors" in roles else ""
         found = {role: said[role] or usual[role] for role in roles}
-        return [{role: to or other for role, to in found.items()} for other in ("qk" if "" in found.values() else "q")]
+        return [
+            {role: to or other for role, to in found.items()}
+            for other in ("qk" if "" in found.values() else "q")
+        ]
 
     def replace_sequences(self, x: Inputs, **fields: Tensor) -> Inputs:
         """Return x with new queries, keys or values; those that share one argument stay equal."""
@@ -558,7 +566,7 @@ class AttentionAdapter(Adapter):
             **self._positions(x),
         }
         if self.kind == "cross":
-            values["context"] = x.key.contiguous() if self.grid and not self.is_single else values["key"]
+            values["context"] = self.to_context(x.key)
         if x.head_mask is not None:
             mask = rearrange(x.head_mask, "h", self.head_mask_letters)
             values["head-mask"] = mask.expand(x.b, *mask.shape[1:]).clone() if mask.dim() == 4 else mask
@@ -603,8 +611,13 @@ class AttentionAdapter(Adapter):
 
     def _vectors(self, x: Inputs) -> dict[str, Tensor | None]:
         """Return the vectors of positions of a call, by role."""
-        given = {role: x.key_vectors if to == "k" else x.query_vectors for role, to in self.vectors.items()}
-        return {role: None if y is None else self.to_layout(y) for role, y in given.items()}
+        given = {
+            role: (x.key_vectors, self.to_context if self.kind == "cross" else self.to_layout)
+            if to == "k"
+            else (x.query_vectors, self.to_layout)
+            for role, to in self.vectors.items()
+        }
+        return {role: None if y is None else convert(y) for role, (y, convert) in given.items()}
 
     def _positions(self, x: Inputs) -> dict[str, Any]:
         """Return the values of a call, by role, that say where its tokens are."""
@@ -667,9 +680,17 @@ class AttentionAdapter(Adapter):
             x = x.unflatten(1, self.grid_sizes(x.shape[1]))
         return rearrange(x, self.grid_layout or oracle_layout, layout).contiguous()
 
+    def to_context(self, x: Tensor) -> Tensor:
+        """Convert the tokens of a context `[b, s, e]` to the layout that calls take."""
+        if self.context_grid:
+            return rearrange(x.unflatten(1, divide_grid(x.shape[1])), "bhwe", self.context_grid).contiguous()
+        return x.contiguous() if self.grid and not self.is_single else self.to_layout(x)
+
     def from_layout(self, x: Tensor) -> Tensor:
         """Convert from the candidate's layout; return x unchanged if it has another number of dimensions."""
         oracle_layout, layout = self.layouts
+        if self.context_grid and x.dim() == 4:  # the gradient of a context
+            return rearrange(x, self.context_grid, "bhwe").flatten(1, 2)
         if x.dim() != layout.count(",") + 1:
             return x
         x = rearrange(x, layout, self.grid_layout or oracle_layout)
@@ -735,6 +756,8 @@ class AttentionAdapter(Adapter):
             )
         if not out.is_floating_point():
             raise UnexpectedOutput(f"Expected an output of floats, got {out.dtype}")
+        if self.context_grid:  # weights of rows and columns
+            others = [y.flatten(-2) if y.dim() == 5 else y for y in others]
         weights = self._find_returned_weights(others, x)
         if strict and x.need_weights:
             if not others:

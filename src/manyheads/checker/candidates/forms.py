@@ -8,9 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from manyheads.checker.parts import divide_grid
+
 # Layouts, by the letters of the axes; "1" is an axis of size one.
 GENERAL_MASKS = ("b1ts", "bts", "tsb", "1ts", "ts")
 KEY_MASKS = ("b11s", "b1s", "1sb", "bs", "sb")
+IMAGE_MASKS = ("bhw", "b1hw")  # of the rows and columns of a context that is an image
 SEGMENTS = {
     "segments": "[b, t] numbers of segments",
     "cumulative-lengths": "[n + 1] ends of segments after 0",
@@ -22,7 +25,18 @@ HEAD_LAYOUTS = ("[b, h, t, d]", "[b, t, h, d]", "[t, b, h, d]", "[b, t, d]", "[t
 GRIDS = ("[t, e]", "[b, e, h, w]", "[b, h, w, e]", "[b, e, t, i, j]", "[b, e, i, h, w]", "[b, t, i, j, e]",
          "[b, i, h, w, e]", "[b, e, t]")  # fmt: skip
 # Of returned weights, "b 1 t s" is averaged over the heads, "h t s" over the batch; "bh" is one axis.
-WEIGHT_LAYOUTS = ("b h t s", "b 1 t s", "b t s", "t s", "t s b h", "h b t s", "bh t s", "t s b", "h t s")
+WEIGHT_LAYOUTS = (
+    "b h t s",
+    "b 1 t s",
+    "b t s",
+    "t s",
+    "t s b h",
+    "h b t s",
+    "bh t s",
+    "t s b",
+    "h t s",
+    "b t h s",
+)
 
 
 def rearrange(tensor: Tensor, source: str, target: str) -> Tensor:
@@ -81,7 +95,11 @@ class MaskForm:
             if self.letters == "cumulative-lengths":
                 return torch.cat((first[0].unique(), torch.tensor([keep.shape[-1]])))
             return torch.nn.functional.pad((first.diff() != 0).cumsum(1), (1, 0)) + 1
-        mask = rearrange(keep, "bhts", self.letters)
+        if self.letters in IMAGE_MASKS:
+            image = rearrange(keep, "bhts", "bs").unflatten(1, divide_grid(keep.shape[-1]))
+            mask = rearrange(image, "bhw", self.letters)
+        else:
+            mask = rearrange(keep, "bhts", self.letters)
         if self.type == "added":
             return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -math.inf)
         mask = mask if self.keeps else ~mask

@@ -13,7 +13,14 @@ import torch
 from manyheads.checker.candidates import documentation, names
 from manyheads.checker.candidates.adapter import S, T
 from manyheads.checker.candidates.attention import TRIED, AttentionAdapter
-from manyheads.checker.candidates.forms import GENERAL_MASKS, KEY_MASKS, NUMBERS, SEGMENTS, MaskForm
+from manyheads.checker.candidates.forms import (
+    GENERAL_MASKS,
+    IMAGE_MASKS,
+    KEY_MASKS,
+    NUMBERS,
+    SEGMENTS,
+    MaskForm,
+)
 from manyheads.checker.candidates.roles import is_of_context
 from manyheads.checker.oracle import Inputs
 
@@ -245,6 +252,11 @@ def mask_forms(adapter: AttentionAdapter, name: str) -> tuple[list[MaskForm], bo
         return [MaskForm(role)], True
     keeps, *_ = documentation.mask_polarity(name, role, adapter.kind, adapter.text)
     shapes = [*GENERAL_MASKS, *KEY_MASKS]
+    if adapter.context_grid:
+        return [
+            MaskForm(shape, keeps, type)
+            for shape, type in product((*IMAGE_MASKS, *shapes), mask_types(adapter, name, role))
+        ], False
     documented = documentation.read_mask(name, adapter.text).shapes.intersection(shapes)
     if documented:
         shapes = [shape for shape in shapes if shape in documented]

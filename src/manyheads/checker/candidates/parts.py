@@ -296,7 +296,9 @@ class Search:
             # Chunks that see the ones beside them show it in the third.
             n = max([t, 8, *(2 * size + 2 for size in windows if size <= MOST_CHUNK)])
             visible = adapter.visible_keys(adapter.draw(self.generator, 1, n, n))
-            visible = adapter.visible_keys(adapter.draw(self.generator, 1, t, t)) if visible is None else visible
+            visible = (
+                adapter.visible_keys(adapter.draw(self.generator, 1, t, t)) if visible is None else visible
+            )
         window = None if visible is None else self.find_window(visible)
         adapter.has_positions = self.positions_matter(min(t, 6) if window is None else min(6, window.size))
         effective = self.find_effective(*calls[0])

@@ -18,7 +18,14 @@ import torch
 
 from manyheads.checker.candidates import documentation, forms, names
 from manyheads.checker.candidates.adapter import Adapter, B, Options, S, T
-from manyheads.checker.candidates.attention import ANGLES, GRIDS, POSITIONS, SEQUENCES, TRIED, AttentionAdapter
+from manyheads.checker.candidates.attention import (
+    ANGLES,
+    GRIDS,
+    POSITIONS,
+    SEQUENCES,
+    TRIED,
+    AttentionAdapter,
+)
 from manyheads.checker.candidates.caches import find_cache, prepare_calls
 from manyheads.checker.candidates.construct import fill_arguments, has_implementations
 from manyheads.checker.candidates.encoding import RotaryAdapter, TableAdapter
@@ -321,7 +328,14 @@ def find_tokens(adapter: AttentionAdapter, g: torch.Generator) -> None:
     which a token affects others.
     """
     x = adapter.draw(g, s=S)
-    if adapter.attempt(x) is not None or (adapter.masks and adapter.kind != "self"):
+    if adapter.attempt(x) is not None:
+        return
+    for grid in ("[b, e, h, w]", "[b, h, w, e]") if adapter.kind == "cross" else ():
+        adapter.context_grid = grid
+        if adapter.attempt(x) is not None:
+            return
+    adapter.context_grid = ""
+    if adapter.masks and adapter.kind != "self":
         return
     squares = [shape[0] for shape in adapter.description.buffers.values() if shape == shape[:1] * 2]
     values = {arg.name: arg.default for arg in adapter.description.init or ()} | adapter.init

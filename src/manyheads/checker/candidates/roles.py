@@ -39,7 +39,7 @@ ROLES: dict[str, str] = {
     "positions": "the positions of the tokens, [b, t] or [t]",
     "vectors": "vectors of positions that are added to the input of queries and keys, not of values; of x's "
     "tokens, or of the context's",
-    "query-vectors": "such vectors of the queries; in self-attention of the keys too, unless those have their own",
+    "query-vectors": "such vectors of the queries, in self-attention of the keys too if those have none",
     "key-vectors": "such vectors of the keys",
     "start": "the position of the first token",
     "cos-sin": "the cosines and sines of a rotary encoding, a tuple",
@@ -152,7 +152,7 @@ def read_roles(
             if role in pair
         }
     sequences = [name for name, (role, _) in roles.items() if role in SEQUENCES]
-    for name, (role, reason) in roles.items():
+    for name, (role, _) in roles.items():
         is_open = role in (None, "positions", "cos-sin")
         if is_open and documentation.adds_to_tokens(name, sequences, description.source):
             roles[name] = ("vectors", "its code, which adds it to tokens")
