@@ -35,7 +35,7 @@ from manyheads.shapes import sizes
 # The names of the checks whose failure a known bug may explain.
 EXPLAINED = {"values", "causal mask", "mask", "mask of keys", "padding", "added bias", "scale", "shapes",
              "one query", "large scores", "training and evaluation", "rows sum to one", "cache",
-             "grouped heads", "segments", "position vectors"}  # fmt: skip
+             "grouped heads", "segments", "position vectors", "earlier tokens"}  # fmt: skip
 OVERFLOWS = ("no-max-subtracted", "masked-low", "masked-and-divided")  # bugs that need large scores
 SCALES = ("scale", "unscaled", "multiplied")  # with which names of bugs of the scale begin
 LARGE_TOLERANCE = 1e-3  # of outputs at large scores

@@ -416,6 +416,7 @@ class TableBias(Bias):
         shift: The number of rows and columns by which the tokens are rolled before.
         within: The windows of an image, if the tokens are those of all windows.
         strides: The factor of the distance on each axis, by default those of a table of all distances.
+        factor: The number by which its entries are multiplied.
         first: The number of tokens before those of the window, 0 or 1. A class token has the last three
             entries: from it to others, from others to it, and to itself.
     """
@@ -430,6 +431,7 @@ class TableBias(Bias):
     shift: int = 0
     within: ShiftedWindow | None = None
     first: int = 0
+    factor: float = 1.0
 
     @property
     def natural_strides(self) -> list[int]:
@@ -462,13 +464,14 @@ class TableBias(Bias):
             index = select_buckets(distances, n, self.max_distance, self.is_bidirectional)
         else:
             index = (distances + n // 2).clamp(0, n - 1) if n % 2 else (-distances).clamp(0, n - 1)
-        return table[index].movedim(-1, 0)
+        return table[index].movedim(-1, 0) * self.factor
 
     def __str__(self) -> str:
         if self.kind == "buckets":
             direction = "both directions" if self.is_bidirectional else "the past"
             buckets = f"T5's buckets of {direction}, distances up to {self.max_distance}"
-            return f"relative bias `{self.path}` by {buckets}"
+            factor = f", times {self.factor:g}" * (self.factor != 1)
+            return f"relative bias `{self.path}` by {buckets}{factor}"
         if self.kind == "window":
             window = " × ".join(map(str, self.window))
             beside = " and a class token" * self.first

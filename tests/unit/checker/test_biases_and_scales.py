@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from manyheads import checker
 from manyheads.checker.parts import select_buckets
-from tests.unit.checker.test_round_8 import Layer, bugs
+from tests.unit.checker.test_round_8 import Layer, bugs, past
 
 pytestmark = pytest.mark.usefixtures("quick", "one_thread")
 
@@ -43,6 +43,30 @@ class ReshapedT5(T5Attention):
         if position_bias is None:
             position_bias = self.compute_bias(hidden_states.shape[1])
         return super().forward(hidden_states, position_bias)
+
+
+class WithMemory(T5Attention):
+    """Causal attention with T5's bias, times √d, whose keys may begin with earlier tokens."""
+
+    def forward(self, x: Tensor, mem: Tensor | None = None) -> Tensor:
+        tokens = x if mem is None else torch.cat((mem, x), dim=1)
+        return self.attend(x, tokens, tokens.shape[1] - x.shape[1])
+
+    def attend(self, x: Tensor, tokens: Tensor, first: int) -> Tensor:
+        q, k, v = self.split(self.q_proj(x)), self.split(self.k_proj(tokens)), self.split(self.v_proj(tokens))
+        t, s = q.shape[2], k.shape[2]
+        distances = torch.arange(s) - torch.arange(first, first + t)[:, None]
+        buckets = select_buckets(distances, 32, 128, False)
+        bias = self.relative_attention_bias(buckets).permute(2, 0, 1) * q.shape[-1] ** 0.5
+        scores = (q @ k.mT) * q.shape[-1] ** -0.5 + bias
+        return self.merge(scores.masked_fill(~past(t, s), -torch.inf).softmax(-1), v)
+
+
+class MemoryNotCounted(WithMemory):
+    """The bias counts queries from the first earlier token."""
+
+    def forward(self, x: Tensor, mem: Tensor | None = None) -> Tensor:
+        return self.attend(x, x if mem is None else torch.cat((mem, x), dim=1), 0)
 
 
 class SwinAttention(Layer):
@@ -100,7 +124,7 @@ class NotRestored(LayerScaled):
         return scores
 
 
-@pytest.mark.parametrize("kind", [T5Attention, SwinAttention, LayerScaled])
+@pytest.mark.parametrize("kind", [T5Attention, WithMemory, SwinAttention, LayerScaled])
 def test_right_biases_and_scales_pass(kind: type[Layer]) -> None:
     report = checker.check(kind)
     assert report.passed, report
@@ -108,8 +132,18 @@ def test_right_biases_and_scales_pass(kind: type[Layer]) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "bug"),
-    [(ReshapedT5, "bias-reshaped"), (ReshapedSwin, "bias-reshaped"), (NotRestored, "scaled-by-setting")],
+    [
+        (ReshapedT5, "bias-reshaped"),
+        (ReshapedSwin, "bias-reshaped"),
+        (MemoryNotCounted, "bias-offset-ignored"),
+        (NotRestored, "scaled-by-setting"),
+    ],
 )
 def test_bugs_of_biases_and_scales_are_named(kind: type[Layer], bug: str) -> None:
     report = checker.check(kind)
     assert (report.verdict, bugs(report)) == ("failed", [bug])
+
+
+def test_earlier_tokens_are_exercised() -> None:
+    report = checker.check(WithMemory)
+    assert "earlier tokens" in [check.name for check in report.checks if check.status == "passed"]

@@ -463,7 +463,7 @@ BUGS: list[PartBug] = [
     PartBug("bias-reshaped", "whose relative bias is reshaped from [t, s, h] to [h, t, s] rather than permuted", "permute the axes of the table's [t, s, h] so that it is added to scores [b, h, t, s]: bias.view(t, s, h).permute(2, 0, 1)", TableBias, reshaped_bias),
     PartBug("bias-scaled", "that scales its relative bias along with the scores", RELATIVE, TableBias, changed(is_scaled=True)),
     PartBug("bias-missing", "without its relative bias", RELATIVE, TableBias, without),
-    PartBug("bias-offset-ignored", "whose relative bias ignores the tokens in the cache: it counts the queries of a step from the first key", "the query of row r of a step is at position r + the cache's length: bias[:, -t:, :]",
+    PartBug("bias-offset-ignored", "whose relative bias ignores the tokens in the cache, or those before x: it counts the queries from the first key", "the query of row r of a step is at position r + the cache's length: bias[:, -t:, :]",
         Bias, restarting_bias),
     PartBug("bias-lost-in-steps", "without its relative bias in steps with a cache", "add the bias in steps too, for the distances from the step's queries to all keys",
         Bias, bias_of_first_step),

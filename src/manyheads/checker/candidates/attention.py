@@ -502,6 +502,10 @@ class AttentionAdapter(Adapter):
             calls["grid"] = self.draw(g, b, self.prefix + 6)
         for rows, columns in self.images[1:]:
             calls[f"grid ({rows} × {columns})"] = self.draw(g, b, count=rows * columns)
+        if "earlier" in arguments and self.cache is None and "cross" not in features:
+            x, earlier = self.draw(g, b, t), self.draw(g, b, 3)
+            tokens = torch.cat((earlier.query, x.query), 1)
+            calls["earlier"] = x.but(key=tokens, value=tokens, offset=3, steps=(3, x.t))
         if self.vectors:
             calls["vectors"] = self.draw_vectors(self.draw(g, b, t, s), g)
         if "scale" in features:
@@ -545,6 +549,7 @@ class AttentionAdapter(Adapter):
             "x": queries,
             "key": self.to_layout(x.key),
             "value": self.to_layout(x.value),
+            "earlier": self.to_layout(x.key[:, : x.s - x.t]) if self._takes_earlier(x) else None,
             **self._vectors(x),
             "bias": x.bias,
             "causal": x.causal,
@@ -608,6 +613,10 @@ class AttentionAdapter(Adapter):
                 "to be returned as they are"
             )
         return out[:, : x.t]
+
+    def _takes_earlier(self, x: Inputs) -> bool:
+        """Return True if the first keys are those of an argument for earlier tokens."""
+        return "earlier" in self.arguments and len(x.steps) == 2 and x.s > x.t
 
     def _vectors(self, x: Inputs) -> dict[str, Tensor | None]:
         """Return the vectors of positions of a call, by role."""

@@ -236,6 +236,12 @@ def adds_to_tokens(name: str, sequences: Iterable[str], source: str) -> bool:
     return re.search(rf"{sums}|{helper}", source) is not None
 
 
+def precedes_tokens(name: str, sequences: Iterable[str], source: str) -> bool:
+    """Return True if code puts an argument before one of the sequences: `cat((mem, x), 1)`."""
+    tokens = "|".join(map(re.escape, sequences)) or "$^"
+    return re.search(rf"\bcat\([\[(]{name}, (?:{tokens})[\])]", source) is not None
+
+
 def says_one_role(name: str, text: str) -> str:
     """Return "q" or "k" if documentation says that an argument is for queries or for keys only, or ""."""
     only = r"\b(quer|key)(?:y|ies|s)? (?:only|alone)\b|\bonly (?:added )?(?:to |for )?(?:the )?(quer|key)"

@@ -32,6 +32,7 @@ ROLES: dict[str, str] = {
     "key": "keys",
     "value": "values",
     "context": "the other sequence, from which keys and values are projected",
+    "earlier": "tokens before those of x, which are keys too, as in Transformer-XL",
     "residual": "what is added to the output; calls pass x",
     **MASKS,
     "causal": "whether to apply a causal mask",
@@ -156,6 +157,11 @@ def read_roles(
         is_open = role in (None, "positions", "cos-sin")
         if is_open and documentation.adds_to_tokens(name, sequences, description.source):
             roles[name] = ("vectors", "its code, which adds it to tokens")
+    optional = {argument.name for argument in arguments if not argument.required}
+    sequences = [name for name in sequences if roles[name][0] in ("x", "query")]
+    for name in [name for name in optional if roles[name][0] in ("context", None)]:
+        if documentation.precedes_tokens(name, sequences, description.source):
+            roles[name] = ("earlier", "its code, which puts it before x")
     vectors = [name for name, (role, _) in roles.items() if role in ("query-vectors", "key-vectors")]
     for name in [name for name, (role, _) in roles.items() if role in ("positions", "cos-sin") and vectors]:
         if not documentation.says_numbers(name, text):
@@ -168,8 +174,8 @@ def read_roles(
     defaults = {argument.name: argument.default for argument in description.init or ()}
     switches = {**defaults, **init, **description.attributes}
     if off := [name for name, value in switches.items() if "cross_att" in name and value is False]:
-        optional = [argument.name for argument in arguments if not argument.required]
-        unused = [name for name in optional if is_of_context(name, roles[name][0])]
+        with_default = [argument.name for argument in arguments if not argument.required]
+        unused = [name for name in with_default if is_of_context(name, roles[name][0])]
         roles |= dict.fromkeys(unused, ("ignore", f"built with {off[0]}=False"))
     if OTHERS in chosen:
         others = [arg.name for arg in arguments if not arg.required and roles[arg.name][0] is None]

@@ -28,8 +28,8 @@ REPEATED = 15  # calls that must return the same bits as the first
 NAMES = {"plain": "values", "causal": "causal mask", "mask": "mask", "keys": "mask of keys",
          "padding": "padding", "positions": "positions", "added": "added bias", "scale": "scale",
          "softcap": "softcap", "window": "window", "head mask": "head mask", "grouped": "grouped heads",
-         "segments": "segments", "vectors": "position vectors", "one query": "one query",
-         "grid": "grid"}  # fmt: skip
+         "segments": "segments", "vectors": "position vectors", "earlier": "earlier tokens",
+         "one query": "one query", "grid": "grid"}  # fmt: skip
 
 
 @check("shapes", Attention, Encoding)
