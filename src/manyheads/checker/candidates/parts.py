@@ -732,9 +732,7 @@ class Search:
                 is_decoder = self.adapter.description.attributes.get("is_decoder") is True
                 both = (False, True) if self.adapter.always_causal or is_decoder else (True,)
                 distances = {128, *(int(x) for x in self.numbers.named_like(r"dist").values())}
-                # x-transformers multiplies the bias by √d.
-                is_multiplied = re.search(r"scale|sqrt|\*\* *0\.5", self.adapter.description.source)
-                factors = (1.0, d**0.5) if is_multiplied else (1.0,)
+                factors = (1.0, d**0.5)  # as in x-transformers
                 buckets = product(factors, ends, sorted(distances), both)
                 for factor, at_end, max_distance, is_bidirectional in buckets:
                     yield TableBias(
