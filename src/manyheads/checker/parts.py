@@ -671,17 +671,59 @@ class RelativeKeys(Bias):
 
     @staticmethod
     def shift(products: Tensor, padded: str, drops_last: bool, is_masked: bool) -> Tensor:
-        """Return products `[b, h, t, t]` of queries and rows, shifted by a reshape of `[t, t + 1]`."""
-        t = products.shape[-1]
+        """Return products `[b, h, t, s]` of queries and rows, shifted by a reshape of `[t, s + 1]`."""
+        t, s = products.shape[-2:]
         if is_masked:  # rows of distances beyond the first token
-            products = products * products.new_ones(t, t).triu().flip(-2)
+            products = products * products.new_ones(t, s).triu().flip(-2)
         products = torch.nn.functional.pad(products, (1, 0) if padded == "left" else (0, 1))
-        reshaped = products.reshape(*products.shape[:2], t + 1, t)
-        return reshaped[:, :, :-1] if drops_last else reshaped[:, :, 1:]
+        reshaped = products.reshape(*products.shape[:2], s + 1, t)
+        return (reshaped[:, :, :-1] if drops_last else reshaped[:, :, 1:]).reshape(*products.shape[:2], t, s)
 
     def __str__(self) -> str:
         zero = f", the {self.rows} row for distance 0" * (self.rows != "both sides")
         return f"{NAMES[self.roles]} times learned vectors `{self.path}` by distances{zero}"
+
+
+@dataclass(frozen=True)
+class ProjectedDistances(Bias):
+    """Projected vectors of distances, and biases of queries (Dai et al. 2019, arXiv:1901.02860).
+
+    The score is (q + u) · k + (q + v) · W r, with the sinusoidal vector r of the distance i − j.
+
+    Attributes:
+        weight: The parameter with the projection W, `[h · d, e]`.
+        path: The parameter with u, `[h, d]`.
+        values: The parameter with v, `[h, d]`.
+        skew: How products by rows are shifted to distances, as in `RelativeKeys`. A bug unless ().
+    """
+
+    weight: str
+    path: str
+    values: str
+    skew: tuple[str, bool, bool] | tuple[()] = ()
+
+    def compute(self, oracle: Attention) -> Tensor:
+        """Return all that is added to the products of queries and keys, scaled, `[b, h, t, s]`."""
+        weight, (i, j) = read(oracle, self.weight), self.positions(oracle)
+        h, d, e = oracle.q.shape[1], oracle.q.shape[-1], weight.shape[-1]
+        content, position = (read(oracle, path).reshape(h, 1, d) for path in (self.path, self.values))
+        s, t = oracle.x.s, oracle.x.t
+        frequencies = 10000.0 ** (-torch.arange(0, e, 2, dtype=torch.float64) / e)
+        is_skewed = bool(self.skew) and s >= t
+        distances = torch.arange(s - 1, -1, -1)[None] if is_skewed else i - j
+        angles = distances[..., None] * frequencies
+        vectors = torch.cat((angles.sin(), angles.cos()), -1).to(weight) @ weight.mT  # [t or 1, s, h · d]
+        products = torch.einsum(
+            "bhtd,tshd->bhts", oracle.q + position, vectors.unflatten(-1, (h, d)).expand(t, -1, -1, -1)
+        )
+        if is_skewed:
+            products = RelativeKeys.shift(products, *self.skew)
+        return (products + content @ oracle.k.mT) * oracle.scale()
+
+    def __str__(self) -> str:
+        return (
+            f"distances projected by `{self.weight}`, and biases `{self.path}` and `{self.values}` of queries"
+        )
 
 
 # -- scores ----------------------------------------------------------------------------------------

@@ -8,7 +8,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from manyheads import checker
-from manyheads.checker.candidates.documentation import adds_to_tokens, says_numbers, says_one_role
+from manyheads.checker.candidates.documentation import (
+    adds_to_tokens,
+    says_numbers,
+    says_one_role,
+    says_vectors,
+)
 from tests.unit.checker.test_round_8 import Layer, bugs, past
 
 pytestmark = pytest.mark.usefixtures("quick", "one_thread")
@@ -213,6 +218,11 @@ def test_numbers_of_positions_are_no_vectors() -> None:
     assert "--arg query_pos" in str(report)
 
 
+def test_the_shape_of_another_argument_says_nothing() -> None:
+    assert not says_vectors("input_pos", "Without ``input_pos`` x [B, S, dim] is a whole sequence")
+    assert says_vectors("pos", "pos is a tensor of shape (b, t, e)")
+
+
 def test_a_role_can_be_given() -> None:
     class Renamed(Attend):
         def forward(self, x: Tensor, where: Tensor | None = None) -> Tensor:
@@ -330,3 +340,51 @@ def test_vectors_of_distances_are_recognized(kind: type[Layer]) -> None:
 def test_bugs_of_vectors_of_distances_are_named(kind: type[Layer], bug: str) -> None:
     report = checker.check(kind)
     assert (report.verdict, bugs(report)) == ("failed", [bug])
+
+
+class Segments(Layer):
+    """Causal attention with distances as in Transformer-XL, whose keys may begin with earlier tokens."""
+
+    drops = "first"
+
+    def __init__(self, dim: int = 24, num_heads: int = 4) -> None:
+        super().__init__(dim, num_heads)
+        self.r_net = nn.Linear(dim, dim, bias=False)
+        self.r_w_bias, self.r_r_bias = (nn.Parameter(torch.randn(num_heads, 6)) for _ in range(2))
+
+    def shift(self, x: Tensor) -> Tensor:
+        b, h, t, s = x.shape
+        padded = F.pad(x, (1, 0)).reshape(b, h, s + 1, t)
+        return (padded[:, :, 1:] if self.drops == "first" else padded[:, :, :-1]).reshape(b, h, t, s)
+
+    def forward(self, x: Tensor, mems: Tensor | None = None) -> Tensor:
+        tokens = x if mems is None else torch.cat((mems, x), dim=1)
+        q, k, v = self.split(self.q_proj(x)), self.split(self.k_proj(tokens)), self.split(self.v_proj(tokens))
+        t, s, e = q.shape[2], k.shape[2], x.shape[-1]
+        angles = torch.outer(torch.arange(s - 1, -1, -1.0), 10000 ** (-torch.arange(0.0, e, 2) / e))
+        r = (
+            self.r_net(torch.cat((angles.sin(), angles.cos()), -1).to(x))
+            .unflatten(-1, (4, 6))
+            .transpose(0, 1)
+        )
+        content = (q + self.r_w_bias[:, None]) @ k.mT
+        position = self.shift((q + self.r_r_bias[:, None]) @ r.mT)
+        scores = (content + position) * q.shape[-1] ** -0.5
+        return self.merge(scores.masked_fill(~past(t, s), -torch.inf).softmax(-1), v)
+
+
+class SegmentsWrong(Segments):
+    """The shift drops the last row."""
+
+    drops = "last"
+
+
+def test_distances_of_transformer_xl_are_recognized() -> None:
+    report = checker.check(Segments)
+    assert report.passed, report
+    assert "earlier tokens" in [check.name for check in report.checks if check.status == "passed"]
+
+
+def test_a_wrong_shift_of_transformer_xl_is_named() -> None:
+    report = checker.check(SegmentsWrong)
+    assert (report.verdict, bugs(report)) == ("failed", ["vectors-skewed"])

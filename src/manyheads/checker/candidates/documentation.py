@@ -215,7 +215,9 @@ def has_queries(lines: str, text: str) -> bool:
 
 def says_vectors(name: str, text: str) -> bool:
     """Return True if documentation says that an argument has a vector for each token."""
-    shape = rf"\b{re.escape(name)}\b(?:=None)?[`: ]*(?:\w+ ){{0,3}}`*[\[(][\w* ]+,[\w* ]+,[\w* ]+[\])]"
+    # Not those of another argument: "without pos, x [b, t, e] is a whole sequence".
+    words = r"(?:(?:an?|the|is|of|shape|floats?|tensor|optional|with|has|vectors?|embeddings?) ){0,5}"
+    shape = rf"\b{re.escape(name)}\b(?:=None)?[`: ]*{words}`*[\[(][\w* ]+,[\w* ]+,[\w* ]+[\])]"
     noun = (
         rf"\b{re.escape(name)}\b\W{{1,4}}(?:(?!of|for|in|to)\w+[ -]){{0,3}}(?:embedding|vector|encoding)s?\b"
     )

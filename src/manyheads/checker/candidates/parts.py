@@ -44,6 +44,7 @@ from manyheads.checker.parts import (
     NullKeys,
     OwnKeys,
     Part,
+    ProjectedDistances,
     RelativeKeys,
     Residual,
     RotaryPositions,
@@ -663,7 +664,9 @@ class Search:
 
     def score_parts(self, groups: list[str]) -> Iterator[Parts]:
         """Yield sets of parts of the scores that use these groups of parameters, the likely ones first."""
+        distances, groups = self.projected_distances(groups)
         slots: list[list[Parts]] = [[(part,) for part in self.score_options(group)] for group in groups]
+        slots += [distances] if distances else []
         slots += [[(), *self.plain_norms()], self.encodings(), self.cap_options()]
         scales = self.scales()
         is_stated = self.only_named and any(x.reason in ("as documented", "as in T5") for x in scales)
@@ -740,6 +743,22 @@ class Search:
                     )
                 yield TableBias(path, "distances")
                 yield TableBias(path, "distances", sign=-1)
+
+    def projected_distances(self, groups: list[str]) -> tuple[list[Parts], list[str]]:
+        """Return Transformer-XL's parts of the scores, if parameters have their shapes, and the other groups."""
+        weights = self.adapter.weights
+        if weights is None or not self.adapter.always_causal:
+            return [], groups
+        h, d = weights.heads, self.size
+        biases = [group for group in groups if self.shape(group) == (h, d) and len(self.groups[group]) == 1]
+        matrices = [group for group in groups if len(self.shape(group)) == 2 and len(self.groups[group]) == 1]
+        projections = [group for group in matrices if self.shape(group)[0] == h * d]
+        if len(biases) != 2 or len(projections) != 1:
+            return [], groups
+        [path] = self.groups[projections[0]]
+        orders = permutations(self.groups[group][0] for group in biases)
+        found: list[Parts] = [(ProjectedDistances(weight=path, path=u, values=v),) for u, v in orders]
+        return found, [group for group in groups if group not in (*biases, *projections)]
 
     def vectors_of_distances(self, path: str, shape: tuple[int, ...]) -> Iterator[RelativeKeys]:
         """Yield the vectors of distances that a table may have, for all heads or for each."""

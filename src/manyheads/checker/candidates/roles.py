@@ -159,6 +159,8 @@ def read_roles(
             roles[name] = ("vectors", "its code, which adds it to tokens")
     optional = {argument.name for argument in arguments if not argument.required}
     sequences = [name for name in sequences if roles[name][0] in ("x", "query")]
+    required = [argument.name for argument in arguments if argument.required]
+    sequences = sequences or required * (len(required) == 1)  # the only argument that x can be
     for name in [name for name in optional if roles[name][0] in ("context", None)]:
         if documentation.precedes_tokens(name, sequences, description.source):
             roles[name] = ("earlier", "its code, which puts it before x")
