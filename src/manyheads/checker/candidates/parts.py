@@ -745,7 +745,7 @@ class Search:
                 yield TableBias(path, "distances", sign=-1)
 
     def projected_distances(self, groups: list[str]) -> tuple[list[Parts], list[str]]:
-        """Return Transformer-XL's parts of the scores, if parameters have their shapes, and the other groups."""
+        """Return Transformer-XL's parts of the scores, if parameters have their shapes, and the rest."""
         weights = self.adapter.weights
         if weights is None or not self.adapter.always_causal:
             return [], groups
