@@ -161,7 +161,8 @@ def read_roles(
     sequences = [name for name in sequences if roles[name][0] in ("x", "query")]
     required = [argument.name for argument in arguments if argument.required]
     sequences = sequences or required * (len(required) == 1)  # the only argument that x can be
-    for name in [name for name in optional if roles[name][0] in ("context", None)]:
+    has_mask = any(role in MASKS and is_of_context(name, role) for name, (role, _) in roles.items())
+    for name in [name for name in optional if roles[name][0] in ("context", None) and not has_mask]:
         if documentation.precedes_tokens(name, sequences, description.source):
             roles[name] = ("earlier", "its code, which puts it before x")
     vectors = [name for name, (role, _) in roles.items() if role in ("query-vectors", "key-vectors")]
