@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +132,15 @@ def read_roles(
     """
     validate_roles(chosen, description)
     arguments = [argument for argument in description.call if argument.is_named]
-    roles = {argument.name: read_role(argument, text) for argument in arguments}
+    known = [argument.name for argument in arguments]
+    roles = {argument.name: read_role(argument, text, known) for argument in arguments}
+    for argument in (each for each in arguments if not each.required and roles[each.name][0] is None):
+        if documentation.says_unused(argument.name, text):
+            roles[argument.name] = ("ignore", "its documentation")
+        elif is_index(argument, description.source) and not {"positions", "start"} & {
+            role for role, _ in roles.values()
+        }:
+            roles[argument.name] = ("positions", "its code, which indexes tables by it")
     found = {role for role, _ in roles.values()}
     if (
         description.torch_module
@@ -163,7 +171,7 @@ def read_roles(
     return roles | {name: (role, f"--arg {name}={role}") for name, role in chosen.items() if name != OTHERS}
 
 
-def read_role(argument: Argument, text: str) -> tuple[str | None, str]:
+def read_role(argument: Argument, text: str, known: Collection[str] = ()) -> tuple[str | None, str]:
     """Return (role, reason) of an argument by its name, annotation and documentation."""
     role = names.argument_role(argument.name)
     is_switch = isinstance(argument.default, bool) or re.fullmatch(r"bool( \| None)?", argument.annotation)
@@ -183,7 +191,7 @@ def read_role(argument: Argument, text: str) -> tuple[str | None, str]:
         return None, ""
     if role == "positions" and INTEGER.fullmatch(argument.annotation):
         return "start", "its name and type"
-    if role == "positions" and documentation.says_vectors(argument.name, text):
+    if role == "positions" and documentation.says_vectors(argument.name, text, known):
         return None, ""
     if role == "causal" and "mask" in argument.name and not is_switch:
         return "mask", "its name"
@@ -208,6 +216,13 @@ def read_number(argument: Argument, text: str, role: str | None) -> tuple[str, s
         if re.search(words, lines, re.I) and not documentation.read_mask(argument.name, text).shapes:
             return found, "its documentation"
     return None
+
+
+def is_index(argument: Argument, source: str) -> bool:
+    """Return True if code indexes cosines, a causal mask or a cache of the module by an argument."""
+    table = r"\bself\.[\w.]*(?:rope|rotary|cos|sin|freqs|angles|causal|tril|[kv]_cache|cache_[kv])\w*"
+    index = rf"{table}\[(?:[^\]\n]*,)?\s*{re.escape(argument.name)}\s*(?:,[^\]\n]*)?\]"
+    return argument.default is None and re.search(index, source) is not None
 
 
 def find_cache_reason(argument: Argument, source: str, text: str) -> str:

@@ -160,6 +160,8 @@ class Candidate(contextlib.AbstractContextManager["Candidate"]):
         Raises:
             CandidateError: Of kind "init", if the constructor raises, or if the target isn't a class.
         """
+        if self._loaded is not None:  # classes and default arguments may keep what earlier calls stored
+            self._loaded.restore()
         self._loaded = None
         name = self.describe().name
         if self.is_class:
