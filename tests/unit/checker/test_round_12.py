@@ -276,3 +276,74 @@ def test_a_context_that_is_kept_is_told_from_one_that_is_ignored() -> None:
     report = checker.check(KeepsNone)
     assert bugs(report) == ["context-ignored"], report
     assert unjudged(checker.check(SaysUnused)) == ["argument context"]
+
+
+# -- parameters with several names -----------------------------------------------------------------
+
+
+class Listed(nn.Module):
+    """Attention with a list of layers: queries, keys, values, output."""
+
+    def __init__(self, dim: int = 24, num_heads: int = 4) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.linears = nn.ModuleList(self.layers(dim))
+
+    def layers(self, dim: int) -> list[nn.Linear]:
+        return [nn.Linear(dim, dim) for _ in range(4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for layer in self.linears[:3])
+        weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        return self.linears[-1]((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Repeated(Listed):
+    """Attention with a list of layers: queries, keys, values, output."""
+
+    def layers(self, dim: int) -> list[nn.Linear]:
+        return [nn.Linear(dim, dim)] * 4
+
+
+class RepeatedUnscaled(Repeated):
+    """Attention with a list of layers: queries, keys, values, output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for layer in self.linears[:3])
+        return self.linears[-1](((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class SharedOnPurpose(Repeated):
+    """Attention whose projections share the weights of one linear layer."""
+
+
+class SharedKeys(Listed):
+    """Attention with a list of layers: queries and keys, values, output."""
+
+    def layers(self, dim: int) -> list[nn.Linear]:
+        keys, values, output = (nn.Linear(dim, dim) for _ in range(3))
+        return [keys, keys, values, output]
+
+
+class Aliased(Layer):
+    """Attention; `to_q` is another name of `q_proj`."""
+
+    def __init__(self, dim: int = 24, num_heads: int = 4) -> None:
+        super().__init__(dim, num_heads)
+        self.to_q, self.out = self.q_proj, self.o_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        return self.merge((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1), v)
+
+
+@pytest.mark.parametrize("right", [Listed, SharedOnPurpose, SharedKeys, Aliased])
+def test_layers_may_have_several_names(right: type[nn.Module]) -> None:
+    report = checker.check(right, "self")
+    assert report.passed, report
+
+
+def test_projections_that_are_one_layer_by_mistake() -> None:
+    report = checker.check(Repeated, "self")
+    assert bugs(report) == ["projections-shared"], report
+    assert set(bugs(checker.check(RepeatedUnscaled, "self"))) == {"unscaled", "projections-shared"}

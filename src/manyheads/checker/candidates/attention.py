@@ -188,6 +188,9 @@ class AttentionAdapter(Adapter):
             for path, inputs in projections.count_inputs(self.parameters).items()
         }
         random |= randomize(self.parameters, projections.unused)
+        for path, first in self.description.shared.items():
+            if path in random:
+                random[path] = random.setdefault(first, random[path])
         self.candidate.load(random)
         self.parameters |= random
         weights = self.read_weights()

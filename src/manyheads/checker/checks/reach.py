@@ -207,6 +207,9 @@ def check_projected_heads(adapter: AttentionAdapter, weights: Weights, inputs: I
     part, *others = adapter.projections.weight["q"]
     o = weights.weight.get("o")
     value_size = weights.weight["v"].shape[0] // weights.key_heads
+    shared, projections = adapter.description.shared, adapter.projections.weight
+    paths = {view.path for role in "vo" for view in projections.get(role, ())}
+    is_shared = shared.get(part.path, part.path) in {shared.get(path, path) for path in paths}
     mixes = any(
         isinstance(part, HeadMixing | Activation) or (isinstance(part, Norm) and part.place in MIXING)
         for part in adapter.parts
@@ -220,6 +223,7 @@ def check_projected_heads(adapter: AttentionAdapter, weights: Weights, inputs: I
         or part.piece
         or part.transposed
         or others
+        or is_shared
     ):
         return skipped("its heads can't be distinguished in its output")
     before = adapter.run(inputs).out
