@@ -192,6 +192,18 @@ def test_a_mask_repeated_in_another_order_is_named(wrong: type[nn.Module]) -> No
     assert bugs(report) == ["mask-tiled"], report
 
 
+class TwoDimensions(SeveralShapes):
+    """Attention. mask [t, s], or [b, t, s] for each sequence, True = may attend."""
+
+    repeats = staticmethod(lambda mask, h: mask.view(mask.shape[1:]))
+
+
+def test_a_documented_shape_that_no_call_accepts_is_not_judged() -> None:
+    report = checker.check(TwoDimensions, "self")
+    assert unjudged(report) == ["argument mask"], report
+    assert "[b, t, s]" in report.select("not judged")[0].reason
+
+
 def test_a_mask_of_heads_may_be_wrong_in_some() -> None:
     assert checker.check(FirstHead, "self").verdict == "failed"
 

@@ -82,6 +82,7 @@ class AttentionAdapter(Adapter):
         self.returns_weights_alone = False  # without the output, if they are requested
         self.weight_place = 0  # their place after the output; T5 returns its bias [1, h, t, s] before them
         self.rejected_masks: dict[str, CandidateError | None] = {}  # arguments that accept no form of mask
+        self.rejected_shapes: dict[str, str] = {}  # documented shapes of masks that no call accepts
         self.position_letters = "bs"  # the axes of positions
         self.angle_form: AngleForm | None = None  # how cosines and sines are passed
         self.filled: dict[str, MaskForm] = {}  # required masks, passed where there is no mask

@@ -150,6 +150,13 @@ def find_mask(adapter: AttentionAdapter, g: torch.Generator, name: str) -> None:
         is_single = is_documented or form.letters in HEAD_MASKS
         groups.setdefault(form.letters if is_single else form.is_general, []).append(form)
     found = [find_form(adapter, g, name, group) for group in groups.values()]
+    documented = documentation.read_mask(name, adapter.text).shapes
+    rejected = [
+        str(group[0]).partition("]")[0] + "]"
+        for group, form in zip(groups.values(), found, strict=True)
+        if form is None and group[0].letters in documented and any(found)
+    ]
+    adapter.rejected_shapes |= {name: " and ".join(rejected)} if rejected else {}
     accepted = [each for each in found if each is not None]
     has_effect = any(effect for _, effect in accepted)
     if has_effect and not is_documented:

@@ -87,6 +87,10 @@ def check_mask_arguments(adapter: AttentionAdapter) -> Iterator[Check]:
     """Yield a check for each argument that can't be judged, or on which no compared output depends."""
     x = adapter.draw(torch.Generator().manual_seed(12), 2, max(5, adapter.length))
     is_right = (outputs := adapter.attempt(x)) is not None and adapter.is_right(x, outputs)
+    for name, shapes in adapter.rejected_shapes.items():
+        reason = f"no call accepts it with the shape {shapes}, which its documentation states. If that isn't"
+        reason = f"{reason} meant, change its documentation, or give --arg {name}=ignore."
+        yield Check(f"argument {name}", "not judged", reason)
     for name in dict.fromkeys([*adapter.unjudged, *adapter.masks]):
         if name in adapter.judged:
             continue
