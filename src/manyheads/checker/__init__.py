@@ -36,6 +36,7 @@ from manyheads.checker.candidates.settings import (
     widen,
 )
 from manyheads.checker.checks import Check, apply_strict, is_random, run_checks
+from manyheads.checker.checks.behavior import check_context
 from manyheads.checker.diagnosis import EXPLAINED, Diagnosis, Pair, diagnose, find_pair, name_bugs
 from manyheads.checker.isolation.candidate import Candidate
 from manyheads.checker.isolation.errors import CandidateError, ProcessEnded
@@ -226,6 +227,9 @@ def judge_context(
     if isinstance(crossing, str):
         advice = f"{crossing} If it isn't used, give --arg {name}=ignore."
         return [Check(f"argument {name}", "not judged", advice)], [], None
+    if (result := check_context(crossing, name)) is not None:
+        result = replace(result, name=f"argument {name}")
+        return [result], name_bugs([result], []), None
     crossing.convention = adapter.convention
     adapter.notes.append(f"checked without and with {name}")
     adapter.notes += [f"with {name}: {note}" for note in crossing.notes if note not in adapter.notes]

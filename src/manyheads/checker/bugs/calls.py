@@ -19,6 +19,8 @@ BUGS: dict[str, Bug] = {bug.name: bug for bug in (
         "rotate queries and keys by the positions of their tokens, on the axis of tokens: [b, h, t, d] or [b, t, h, d]"),
     Bug("norm-idle", "whose norm of queries and keys changes nothing: it isn't applied", "apply it to queries and keys after they are projected"),
     Bug("bias-idle", "whose relative bias changes nothing: it isn't added, or is the same for all keys", "add it to the scores, by the distances j - i of keys from queries"),
+    Bug("projections-shared", "whose projections of queries, keys and values are one layer, with the same weights",
+        "build a layer for each: nn.ModuleList([nn.Linear(e, e) for _ in range(4)]), or copy.deepcopy(layer) in each place"),
     Bug("input-changed", "that changes one of its arguments in place, so that the caller's next call with it is another",
         "compute a new tensor: x = x * 2 rather than x *= 2, masked_fill rather than masked_fill_ or x[...] = y"),
     Bug("buffer-changed", "that changes one of its buffers in place, and whose later calls differ",

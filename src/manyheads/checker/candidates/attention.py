@@ -16,9 +16,24 @@ from manyheads.checker.candidates.adapter import Adapter, B, D, Options, S, T
 from manyheads.checker.candidates.construct import PROJECTED
 from manyheads.checker.candidates.documentation import counts_from_start, says_one_role
 from manyheads.checker.candidates.errors import ALONE, Unclear, UnexpectedOutput
-from manyheads.checker.candidates.forms import SEGMENTS, WEIGHT_LAYOUTS, AngleForm, MaskForm, rearrange
+from manyheads.checker.candidates.forms import (
+    HEAD_MASKS,
+    SEGMENTS,
+    WEIGHT_LAYOUTS,
+    AngleForm,
+    MaskForm,
+    rearrange,
+)
 from manyheads.checker.candidates.parameters import NAME_WEIGHTS, find_projections, input_widths, randomize
-from manyheads.checker.candidates.roles import MASKS, ROLES, VECTORS, Role, may_be_tensor, read_roles
+from manyheads.checker.candidates.roles import (
+    MASKS,
+    ROLES,
+    SIZES,
+    VECTORS,
+    Role,
+    may_be_tensor,
+    read_roles,
+)
 from manyheads.checker.isolation.candidate import Call, Candidate, Kept
 from manyheads.checker.isolation.describe import Argument
 from manyheads.checker.isolation.errors import CandidateError, CodeError
@@ -75,6 +90,7 @@ class AttentionAdapter(Adapter):
         self.returns_weights_alone = False  # without the output, if they are requested
         self.weight_place = 0  # their place after the output; T5 returns its bias [1, h, t, s] before them
         self.rejected_masks: dict[str, CandidateError | None] = {}  # arguments that accept no form of mask
+        self.rejected_shapes: dict[str, str] = {}  # documented shapes of masks that no call accepts
         self.position_letters = "bs"  # the axes of positions
         self.angle_form: AngleForm | None = None  # how cosines and sines are passed
         self.filled: dict[str, MaskForm] = {}  # required masks, passed where there is no mask
@@ -114,9 +130,13 @@ class AttentionAdapter(Adapter):
         self.copies: list[str] = []  # further arguments for x
         self.unassigned: list[str] = []  # optional arguments without a role
         self.defaults: list[str] = []  # arguments that are left at their defaults
+        self.unknown_arguments: list[str] = []  # optional arguments whose role nothing gives
         required: list[str] = []  # required arguments without a role
         for arg in (arg for arg in self.description.call if arg.is_named):
             role, reason = roles[arg.name]
+            is_known = role is not None or names.argument_role(arg.name) in SIZES
+            if not arg.required and not is_known:
+                self.unknown_arguments.append(arg.name)
             if role == "ignore" or (role == "causal" and self.kind == "torch-mha"):
                 self.defaults.append(arg.name)  # is_causal of PyTorch's layer only hints at what the mask is
             elif role in MASKS:
@@ -179,6 +199,9 @@ class AttentionAdapter(Adapter):
             for path, inputs in projections.count_inputs(self.parameters).items()
         }
         random |= randomize(self.parameters, projections.unused)
+        for path, first in self.description.shared.items():
+            if path in random:
+                random[path] = random.setdefault(first, random[path])
         self.candidate.load(random)
         self.parameters |= random
         weights = self.read_weights()
@@ -398,16 +421,24 @@ class AttentionAdapter(Adapter):
         """Return the queries that `change_key` doesn't change."""
         return [i for i in range(x.t) if "cross" in self.features or i != position]
 
-    def first_shared(self, keep: Tensor) -> Tensor:
-        """Return the mask; if the candidate takes one mask for the batch, repeat that of the first entry."""
-        is_shared = any(form.is_shared for _, form in self.forms.values())
-        return keep[:1].expand_as(keep).clone() if is_shared else keep
+    def first_shared(self, keep: Tensor, feature: str | None = None) -> Tensor:
+        """Return the mask; if its form has one mask for the batch, repeat that of the first entry."""
+        form = self.used_form(feature)
+        return keep[:1].expand_as(keep).clone() if form is not None and form.is_shared else keep
+
+    def used_form(self, feature: str | None = None) -> MaskForm | None:
+        """Return the form of a mask, by default of the first one that may differ between queries."""
+        general = (name for name in ("mask", "segments", *self.forms) if name in self.forms)
+        feature = feature or next(general, "")
+        return self.forms[feature][1] if feature in self.forms else None
 
     def random_mask(self, x: Inputs, g: torch.Generator, first_key: bool = False) -> Inputs:
         """Return x with a random mask; if `first_key`, all queries may attend to the first key."""
-        keep = torch.rand(x.b, 1, x.t, x.s, generator=g) < 0.6
+        form = self.used_form(x.form)
+        heads = self.heads if form is not None and form.letters in HEAD_MASKS else 1
+        keep = torch.rand(x.b, heads, x.t, x.s, generator=g) < 0.6
         keep[..., 0] |= ~keep.any(-1)
-        keep = self.first_shared(keep)
+        keep = self.first_shared(keep, x.form)
         if self.always_causal or first_key:
             keep[..., 0] = True
         if windows := self.window_sizes():  # which the first key may not be in
@@ -428,7 +459,7 @@ class AttentionAdapter(Adapter):
         starts[0, 1:2] = True
         segments = starts.cumsum(1)
         keep = (segments[:, :, None] == segments[:, None])[:, None]
-        return x.but(keep=self.first_shared(keep))
+        return x.but(keep=self.first_shared(keep, x.form))
 
     def random_padding(self, x: Inputs, g: torch.Generator, _: bool = False) -> Inputs:
         """Return x with padding at the end and, unless given as lengths, elsewhere except the first token.
@@ -475,10 +506,10 @@ class AttentionAdapter(Adapter):
         for feature, (_, form) in self.forms.items():
             write = self.random_mask if form.is_general else self.random_padding
             write = self.random_segments if form.letters in SEGMENTS else write
-            calls[feature] = write(self.draw(g, b, t, s), g).but(form=feature)
+            calls[feature] = write(self.draw(g, b, t, s).but(form=feature), g)
             if is_optional and self.kind != "sdpa" and feature != "padding":
-                x = write(self.draw(g, b, t), g, True)
-                calls[f"{feature}, causal"] = x.but(causal=True, form=feature)
+                x = write(self.draw(g, b, t).but(form=feature), g, True)
+                calls[f"{feature}, causal"] = x.but(causal=True)
         if {"mask", "padding"} <= features:
             x = self.random_padding(self.draw(g, b, t, s), g)
             calls["mask, padding"] = self.random_mask(x, g, True)

@@ -34,12 +34,15 @@ SIZE = r"[\w.+*/-]+(?: ?(?:or|\+|\*|-) ?\w+)?"
 # Matches a shape such as "(batch, 1, keys)", whose 1 says nothing about the entries of a mask.
 SHAPE = re.compile(rf"[\[(] ?{SIZE}(?:, ?{SIZE})+,? ?[\])]|[\[(]\w[\])]|\b\w+(?: x \w+)+\b")
 LETTERS = {  # the letters of shapes, by the names of axes in documentation
-    **dict.fromkeys(("b", "n", "batch", "batch_size", "bs"), "b"),
+    **dict.fromkeys(("b", "n", "batch", "batch_size", "bs", "bsz", "batch_sz", "nbatches"), "b"),
     **dict.fromkeys(("t", "q", "l", "tgt_len", "query_len", "length", "seq_len"), "t"),
     **dict.fromkeys(("query_length", "q_len", "queries", "tokens", "seq", "sequence_length", "n_ctx"), "t"),
     **dict.fromkeys(("seq_q", "len_q", "n_q", "tq", "t_q", "lq", "l_q", "target_length"), "t"),
     **dict.fromkeys(("s", "k", "src_len", "key_len", "key_length", "kv_len", "keys"), "s"),
     **dict.fromkeys(("seq_k", "len_k", "n_k", "tk", "t_k", "lk", "l_k", "seq_kv", "source_length"), "s"),
+    **dict.fromkeys(("h", "heads", "num_heads", "n_heads", "n_head", "nhead", "nheads", "num_head"), "h"),
+    "b*h": "n",  # one axis of batch entries times heads
+    "h*b": "m",
     "1": "1",
 }
 
@@ -190,11 +193,15 @@ def read_shapes(name: str, lines: str, text: str) -> set[str]:
     """Return the shapes of a mask in letters, without those of groups of tokens, such as K of 3 * K."""
     shapes = set()
     for following in re.findall(rf"\b{re.escape(name)}\b([^;]*)", lines):
-        for inside in re.findall(r"[\[(]([\w, >=≥]+)[\])]", following):
+        for before, inside in re.findall(r"(\w*)\W*[\[(]([\w, >=≥*·×]+)[\])]", following):
             axes = [axis.strip(" >=≥").lower().replace(" ", "_") for axis in inside.split(",")]
             last = inside.rpartition(",")[2].strip()
             if len(axes) == 2 and axes[0] == axes[1] and not axes[0].isdigit():  # [n_ctx, n_ctx]
                 shapes.add("ts")
+                continue
+            axes = [read_axis(axis) for axis in axes]
+            is_of_scores = re.fullmatch(r"to|scores|logits|weights|probabilities|attention", before, re.I)
+            if is_of_scores and any(LETTERS.get(axis) == "h" for axis in axes):
                 continue
             is_of_groups = re.search(rf"\b[2-9] ?\*? ?{re.escape(last)}\b", text)
             if len(axes) > 1 and all(axis in LETTERS for axis in axes) and not is_of_groups:
@@ -204,6 +211,20 @@ def read_shapes(name: str, lines: str, text: str) -> set[str]:
                 # The last axis is that of the keys: [t, t] means [queries, keys].
                 shapes.add(re.sub("t(?=b?$)", "s", shape))
     return shapes
+
+
+def read_axis(axis: str) -> str:
+    """Return an axis's name, with letters if it is a product, such as that of batch entries and heads."""
+    factors = re.split(r"_?[*·×]_?", axis)
+    return axis if len(factors) < 2 else "*".join(LETTERS.get(factor, factor) for factor in factors)
+
+
+def code_dimensions(name: str, source: str) -> set[int]:
+    """Return the numbers of dimensions of an argument that code tells apart, as in `mask.dim() == 3`."""
+    word = re.escape(name)
+    dims = rf"(?:\b{word}\.(?:dim\(\)|ndim|ndimension\(\))|\blen\({word}\.(?:shape|size\(\))\))"
+    listed = re.findall(rf"{dims} *(?:==|in) *([(\[{{]?[\d, ]+[)\]}}]?)", source)
+    return {int(number) for each in listed for number in re.findall(r"\d", each)}
 
 
 def has_queries(lines: str, text: str) -> bool:
@@ -288,6 +309,23 @@ def sentences(text: str) -> list[str]:
 def says(text: str, *patterns: str) -> bool:
     """Return True if all patterns match in one sentence of a text."""
     return any(all(re.search(each, sentence, re.I) for each in patterns) for sentence in sentences(text))
+
+
+def says_unused(name: str, text: str) -> bool:
+    """Return True if documentation says that an argument has no effect on the output."""
+    no_effect = (
+        r"\b(?:unused|ignored|no effect|deprecated|for compatibility|placeholder)\b|"
+        r"\b(?:not|isn't|aren't|never) used\b|\b(?:doesn't|does not|don't|never) (?:change|affect)"
+    )
+    return bool(name) and says(lines_about(name, text), no_effect)
+
+
+def is_read(name: str, source: str) -> bool:
+    """Return True if code reads a name; also if there is no code to read."""
+    nodes = [*ast.walk(parse(source))]
+    taken = any(isinstance(node, ast.arg) and node.arg == name for node in nodes)
+    loads = (node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+    return not taken or any(node.id == name for node in loads)
 
 
 def says_averaged(text: str) -> bool:

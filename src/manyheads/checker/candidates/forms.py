@@ -12,6 +12,8 @@ from manyheads.checker.parts import divide_grid
 
 # Layouts, by the letters of the axes; "1" is an axis of size one.
 GENERAL_MASKS = ("b1ts", "bts", "tsb", "1ts", "ts")
+# With an axis of heads; "n" is one axis of batch entries and heads, "m" of heads and batch entries.
+HEAD_MASKS = ("bhts", "hts", "nts", "mts")
 KEY_MASKS = ("b11s", "b1s", "1sb", "bs", "sb")
 IMAGE_MASKS = ("bhw", "b1hw")  # of the rows and columns of a context that is an image
 SEGMENTS = {
@@ -63,29 +65,31 @@ class MaskForm:
     """How a candidate's mask is written.
 
     Attributes:
-        letters: the axes, one of GENERAL_MASKS or KEY_MASKS; or "lengths", the number of tokens of each
-            sequence; or "segments", the number of each token's segment, `[b, t]`; or "cumulative-lengths",
-            where the segments of one sequence end, after a 0.
+        letters: the axes, one of GENERAL_MASKS, HEAD_MASKS or KEY_MASKS; or "lengths", the number of tokens
+            of each sequence; or "segments", the number of each token's segment, `[b, t]`; or
+            "cumulative-lengths", where the segments of one sequence end, after a 0.
         keeps: whether True marks a visible key.
         type: "bool", "01" (ones and zeros), "added" (0 or -inf) or "Keep" (a mask of this library).
+        heads: the number of heads, if the mask has an axis of them.
     """
 
     letters: str
     keeps: bool = True
     type: str = "bool"
+    heads: int = 1
 
     @property
     def is_general(self) -> bool:
         """Return True if the mask may differ between queries."""
-        return self.letters in (*GENERAL_MASKS, *SEGMENTS)
+        return self.letters in (*GENERAL_MASKS, *HEAD_MASKS, *SEGMENTS)
 
     @property
     def is_shared(self) -> bool:
         """Return True if the batch shares one mask."""
-        return self.letters in ("ts", "1ts", "cumulative-lengths")
+        return self.letters in ("ts", "1ts", "hts", "cumulative-lengths")
 
     def write(self, keep: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-        """Write keep `[b, 1, t, s]` or `[b, 1, 1, s]`, True = visible, in this form."""
+        """Write keep `[b, 1, t, s]`, `[b, h, t, s]` or `[b, 1, 1, s]`, True = visible, in this form."""
         if self.type == "Keep":
             return {"__keep__": keep}
         if self.letters == "lengths":
@@ -95,7 +99,11 @@ class MaskForm:
             if self.letters == "cumulative-lengths":
                 return torch.cat((first[0].unique(), torch.tensor([keep.shape[-1]])))
             return torch.nn.functional.pad((first.diff() != 0).cumsum(1), (1, 0)) + 1
-        if self.letters in IMAGE_MASKS:
+        if self.letters in HEAD_MASKS:
+            keep = keep.expand(-1, self.heads, -1, -1)
+        if self.letters in ("nts", "mts"):
+            mask = (keep if self.letters == "nts" else keep.transpose(0, 1)).flatten(0, 1)
+        elif self.letters in IMAGE_MASKS:
             image = rearrange(keep, "bhts", "bs").unflatten(1, divide_grid(keep.shape[-1]))
             mask = rearrange(image, "bhw", self.letters)
         else:
@@ -110,7 +118,8 @@ class MaskForm:
             return "manyheads.Keep of [b, 1, t, s]"
         if self.letters in NUMBERS:
             return NUMBERS[self.letters]
-        shape = f"[{', '.join(self.letters)}]"
+        axes = {"n": "b·h", "m": "h·b"}
+        shape = f"[{', '.join(axes.get(letter, letter) for letter in self.letters)}]"
         if self.type == "added":
             return f"{shape} added to the scores, 0 or -inf"
         kind = "boolean" if self.type == "bool" else "of ones and zeros"

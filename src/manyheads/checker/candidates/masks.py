@@ -15,6 +15,7 @@ from manyheads.checker.candidates.adapter import S, T
 from manyheads.checker.candidates.attention import TRIED, AttentionAdapter
 from manyheads.checker.candidates.forms import (
     GENERAL_MASKS,
+    HEAD_MASKS,
     IMAGE_MASKS,
     KEY_MASKS,
     NUMBERS,
@@ -112,7 +113,9 @@ def add_form(adapter: AttentionAdapter, feature: str, name: str, form: MaskForm)
     """Add a form of a mask argument under its feature, or if that is taken with its name or axes added."""
     if feature in adapter.forms:
         axes = f"{len(form.letters)}-dimensional"
-        feature = f"{feature} ({axes if adapter.forms[feature][0] == name else name})"
+        is_same = adapter.forms[feature][0] == name
+        taken = f"{feature} ({axes if is_same else name})"
+        feature = f"{feature} ({name} {form})" if taken in adapter.forms else taken
     adapter.forms[feature] = (name, form)
     adapter.features.add(feature)
 
@@ -145,13 +148,23 @@ def find_mask(adapter: AttentionAdapter, g: torch.Generator, name: str) -> None:
     # Each documented shape is used; of the others, one for general masks and one for key masks.
     groups: dict[object, list[MaskForm]] = {}
     for form in sorted(forms, key=lambda form: not form.is_general):
-        groups.setdefault(form.letters if is_documented else form.is_general, []).append(form)
+        is_single = is_documented or form.letters in HEAD_MASKS
+        groups.setdefault(form.letters if is_single else form.is_general, []).append(form)
     found = [find_form(adapter, g, name, group) for group in groups.values()]
+    documented = documentation.read_mask(name, adapter.text).shapes
+    rejected = [
+        str(group[0]).partition("]")[0] + "]"
+        for group, form in zip(groups.values(), found, strict=True)
+        if form is None and group[0].letters in documented and any(found)
+    ]
+    adapter.rejected_shapes |= {name: " and ".join(rejected)} if rejected else {}
     accepted = [each for each in found if each is not None]
     has_effect = any(effect for _, effect in accepted)
     if has_effect and not is_documented:
         # A form that is accepted without masking anything only happens to broadcast.
         accepted = [each for each in accepted if each[1]]
+    with_heads = [each for each in accepted if each[0].letters in HEAD_MASKS]
+    accepted = [each for each in accepted if each not in with_heads]
     if not is_documented and len(accepted) > 1:  # the wrong shape may broadcast to another one
         x = adapter.draw(g, s=S)
         keep = torch.ones(x.b, 1, x.t, x.s, dtype=torch.bool)
@@ -169,6 +182,7 @@ def find_mask(adapter: AttentionAdapter, g: torch.Generator, name: str) -> None:
             last = [False] * (x.t - 1) + [True]
             wrong = [form for form in short if changed_by_mask(adapter, name, form, calls) != last]
             accepted = [each for each in accepted if each[0] not in wrong]
+    accepted += [each for each in with_heads if each[1]] + find_by_dimensions(adapter, g, name, accepted)
     _, reason, is_certain = documentation.mask_polarity(name, role, adapter.kind, adapter.text)
     option = f"--arg {name}="
     is_given = adapter.reasons[name].startswith(option)
@@ -220,6 +234,26 @@ def find_mask(adapter: AttentionAdapter, g: torch.Generator, name: str) -> None:
             adapter.reasons[name] += f"; polarity {reason}"
 
 
+def find_by_dimensions(
+    adapter: AttentionAdapter, g: torch.Generator, name: str, accepted: list[tuple[MaskForm, str]]
+) -> list[tuple[MaskForm, str]]:
+    """Return forms, and their effects, with further numbers of dimensions that code tells apart."""
+    role = adapter.masks[name]
+    if role in NUMBERS:
+        return []
+    keeps, *_ = documentation.mask_polarity(name, role, adapter.kind, adapter.text)
+    shapes = [*KEY_MASKS] if role.endswith("of-keys") else [*GENERAL_MASKS, *HEAD_MASKS, *KEY_MASKS]
+    known, found = {len(form.letters) for form, _ in accepted}, []
+    for n in sorted(documentation.code_dimensions(name, adapter.description.source) - known):
+        for shape in (shape for shape in shapes if len(shape) == n and "1" not in shape[:1]):
+            types = mask_types(adapter, name, role)
+            forms = [MaskForm(shape, keeps, type, adapter.heads) for type in types]
+            if (form := find_form(adapter, g, name, forms)) is not None and form[1]:
+                found.append(form)
+                break
+    return found
+
+
 def is_documented_as_added(adapter: AttentionAdapter, name: str) -> bool:
     """Return True if documentation says that a mask is added, or that it has an entry for each query too."""
     documented = documentation.read_mask(name, adapter.text)
@@ -264,8 +298,10 @@ def mask_forms(adapter: AttentionAdapter, name: str) -> tuple[list[MaskForm], bo
         shapes = sorted(KEY_MASKS, key=lambda shape: shape != "bs")
     elif adapter.layout == "sequence":
         shapes.sort(key=lambda shape: not shape.endswith("b"))
+    shapes += documentation.read_mask(name, adapter.text).shapes.intersection(HEAD_MASKS)
     types = mask_types(adapter, name, role)
-    return [MaskForm(shape, keeps, type) for shape, type in product(shapes, types)], bool(documented)
+    forms = [MaskForm(shape, keeps, type, adapter.heads) for shape, type in product(shapes, types)]
+    return forms, bool(documented)
 
 
 def mask_types(adapter: AttentionAdapter, name: str, role: str) -> tuple[str, ...]:

@@ -265,6 +265,9 @@ def assign_roles(
             if meaning and not is_norm and meaning[0] not in layers:
                 found[path] = meaning
                 projections.reasons[path] = "its place in a list" if path in listed else "its name"
+    for path, first in description.shared.items():  # another name of a layer with the same role
+        if path not in chosen and found.get(path, ("",))[0] == found.get(first, ("",))[0]:
+            found.pop(path, None)
     roles = {role for role, part, _ in found.values() if part == "weight"}
     if not {"q", "k", "v", *PACKED} & roles and (layer := find_packed(description, parts)):
         found |= {f"{layer}.{part}": ("qkv", part, None) for part in ("weight", "bias")}
@@ -295,7 +298,8 @@ def assign_roles(
         for role, listed_paths in each.items():
             each[role] = select_paths(listed_paths, part)
     used = {path for each in paths.values() for listed_paths in each.values() for path in listed_paths}
-    projections.unused = [path for path in shapes if path not in used and path != projections.sink]
+    others = {*used, projections.sink, *description.shared}
+    projections.unused = [path for path in shapes if path not in others]
     return paths
 
 

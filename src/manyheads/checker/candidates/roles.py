@@ -139,6 +139,13 @@ def read_roles(
     validate_roles(chosen, description)
     arguments = [argument for argument in description.call if argument.is_named]
     roles = {argument.name: read_role(argument, text) for argument in arguments}
+    for argument in (each for each in arguments if not each.required and roles[each.name][0] is None):
+        if documentation.says_unused(argument.name, text):
+            roles[argument.name] = ("ignore", "its documentation")
+        elif is_index(argument, description.source) and not {"positions", "start"} & {
+            role for role, _ in roles.values()
+        }:
+            roles[argument.name] = ("positions", "its code, which indexes tables by it")
     found = {role for role, _ in roles.values()}
     if (
         description.torch_module
@@ -233,6 +240,13 @@ def read_number(argument: Argument, text: str, role: str | None) -> tuple[str, s
         if re.search(words, lines, re.I) and not documentation.read_mask(argument.name, text).shapes:
             return found, "its documentation"
     return None
+
+
+def is_index(argument: Argument, source: str) -> bool:
+    """Return True if code indexes cosines, a causal mask or a cache of the module by an argument."""
+    table = r"\bself\.[\w.]*(?:rope|rotary|cos|sin|freqs|angles|causal|tril|[kv]_cache|cache_[kv])\w*"
+    index = rf"{table}\[(?:[^\]\n]*,)?\s*{re.escape(argument.name)}\s*(?:,[^\]\n]*)?\]"
+    return argument.default is None and re.search(index, source) is not None
 
 
 def find_cache_reason(argument: Argument, source: str, text: str) -> str:

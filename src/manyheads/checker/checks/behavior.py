@@ -13,10 +13,12 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from manyheads.checker.bugs import FAMILY
 from manyheads.checker.bugs.calls import BUGS
 from manyheads.checker.candidates import names
 from manyheads.checker.candidates.adapter import Adapter
 from manyheads.checker.candidates.attention import AttentionAdapter
+from manyheads.checker.candidates.documentation import is_read, lines_about, says_unused
 from manyheads.checker.checks.evidence import accepted_scenarios, run_sequence
 from manyheads.checker.checks.registry import (
     Check,
@@ -190,6 +192,31 @@ def keeps_context(adapter: Adapter) -> bool:
     _, got = run_sequence(adapter, [adapter.call(first), adapter.call(second)])
     [expected] = run_sequence(adapter, [adapter.call(second.but(key=first.key, value=first.value))])
     return torch.equal(got, expected)
+
+
+def check_context(adapter: AttentionAdapter, name: str) -> Check | None:
+    """Return the result for a context, this argument, that has no effect, or only in the first call.
+
+    Each sequence of calls begins in the state of a new instance.
+    """
+    first, second = (adapter.draw(torch.Generator().manual_seed(n), 2, 5, 7) for n in (37, 38))
+    call, other = adapter.call(second), adapter.call(second.but(key=first.key, value=first.value))
+    named = dict(zip(adapter.positional, call.args, strict=False)) | call.kwargs
+    try:
+        [fresh], [changed] = (run_sequence(adapter, [each]) for each in (call, other))
+        if not torch.equal(fresh, changed):
+            reason = "in a new instance it changes the output, and after a call with another one it doesn't."
+            return failed(reason, bug=BUGS["context-kept"]) if keeps_context(adapter) else None
+        [without] = run_sequence(adapter, [replace(call, args=(), kwargs={**named, name: None})])
+    except CodeError:
+        return None
+    text, source = adapter.text, adapter.description.source
+    is_meant = not says_unused(name, text) and (lines_about(name, text) != "" or is_read(name, source))
+    if is_meant and torch.equal(fresh, without):
+        return failed("the output with a context is that without one.", bug=FAMILY["context-ignored"])
+    return Check(
+        "", "not judged", f"a context changes no output. If it isn't used, give --arg {name}=ignore."
+    )
 
 
 def keeps_mask(adapter: Adapter) -> bool:

@@ -128,7 +128,11 @@ def check_half(adapter: AttentionAdapter, dtype: torch.dtype) -> Check:
             return judge_rejection(raised, dtype, condition, adapter.description.doc)
         error, allowed, loss = compare_half(adapter, inputs, half)
         if math.isinf(error):
-            return failed(f"NaN or infinity{condition}, where float32 gives numbers.", error, 0.0)
+            names = ", ".join(overflown_buffers(adapter, dtype))
+            is_explained = bool(names) and is_finite_with_buffers(adapter, inputs)
+            cause = f"{names} becomes infinite in {name_dtype(dtype)}: " if is_explained else ""
+            reason = f"{cause}NaN or infinity{condition}, where float32 gives numbers."
+            return failed(reason, error, 0.0, FILL_OVERFLOW if is_explained else None)
         if scenario == long_scenario and error > allowed and (helps := describe_cast(adapter, inputs, error)):
             cast_buffers = (
                 f"at {scenario} it loses {error:.2g}, because its buffers are cast, such as frequencies."
@@ -154,11 +158,33 @@ def compare_half(
     dtype = inputs[0].query.dtype
     whole = [adapter.run(x.to(torch.float32), rounding=dtype, buffers=buffers) for x in inputs]
     got, expected = (flatten_outputs(adapter, inputs, outputs) for outputs in (half, whole))
-    if not bool(got[expected.isfinite()].isfinite().all()):
+    is_finite = expected.isfinite()
+    if buffers is None and not bool(is_finite.all()):
+        # Rounded buffers may be infinite, which is no excuse: with float32 buffers, there are numbers.
+        kept = [adapter.run(x.to(torch.float32), rounding=dtype, buffers=torch.float32) for x in inputs]
+        is_finite = is_finite | flatten_outputs(adapter, inputs, kept).isfinite()
+    if not bool(got[is_finite].isfinite().all()):
         return math.inf, 0.0, 0.0
     size = mean_size(expected)
     loss = relative_loss(adapter, inputs) * size
     return mean_size(got - expected), 4 * loss + torch.finfo(dtype).eps * size, loss
+
+
+def overflown_buffers(adapter: AttentionAdapter, dtype: torch.dtype) -> list[str]:
+    """Return the buffers with numbers that a dtype doesn't have."""
+    values = adapter.candidate.weights()
+    finite = {name: values[name] for name in adapter.description.buffers if values[name].is_floating_point()}
+    return [name for name, x in finite.items() if bool((x.isfinite() & ~x.to(dtype).isfinite()).any())]
+
+
+def is_finite_with_buffers(adapter: AttentionAdapter, inputs: list[Inputs]) -> bool:
+    """Return True if outputs in half precision are finite if buffers stay in float32."""
+    dtype = inputs[0].query.dtype
+    try:
+        outputs = [adapter.run(x, dtype=dtype, buffers=torch.float32) for x in inputs]
+    except CodeError:  # float32 buffers don't fit tensors in half precision: the same in float32, then
+        outputs = [adapter.run(x.to(torch.float32), buffers=torch.float32) for x in inputs]
+    return bool(flatten_outputs(adapter, inputs, outputs).isfinite().all())
 
 
 def explains_rounding(adapter: AttentionAdapter, x: Inputs, error: float) -> bool:
@@ -228,9 +254,14 @@ FLOAT32_ONLY = re.compile(
 )
 
 
+def name_dtype(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as "float16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def judge_rejection(raised: CodeError, dtype: torch.dtype, condition: str, text: str) -> Check:
     """Return the result for a candidate that raises in half precision, which documentation may promise."""
-    name = str(dtype).removeprefix("torch.")
+    name = name_dtype(dtype)
     says_half = any(re.search(names, text, re.I) for names in DTYPE_NAMES.values())
     if FLOAT32_ONLY.search(text) and not says_half:
         return convention(f"{raised.reason}{condition}; its documentation says float32.")

@@ -87,6 +87,10 @@ def check_mask_arguments(adapter: AttentionAdapter) -> Iterator[Check]:
     """Yield a check for each argument that can't be judged, or on which no compared output depends."""
     x = adapter.draw(torch.Generator().manual_seed(12), 2, max(5, adapter.length))
     is_right = (outputs := adapter.attempt(x)) is not None and adapter.is_right(x, outputs)
+    for name, shapes in adapter.rejected_shapes.items():
+        reason = f"no call accepts it with the shape {shapes}, which its documentation states. If that isn't"
+        reason = f"{reason} meant, change its documentation, or give --arg {name}=ignore."
+        yield Check(f"argument {name}", "not judged", reason)
     for name in dict.fromkeys([*adapter.unjudged, *adapter.masks]):
         if name in adapter.judged:
             continue
@@ -209,6 +213,9 @@ def check_projected_heads(adapter: AttentionAdapter, weights: Weights, inputs: I
     part, *others = adapter.projections.weight["q"]
     o = weights.weight.get("o")
     value_size = weights.weight["v"].shape[0] // weights.key_heads
+    shared, projections = adapter.description.shared, adapter.projections.weight
+    paths = {view.path for role in "vo" for view in projections.get(role, ())}
+    is_shared = shared.get(part.path, part.path) in {shared.get(path, path) for path in paths}
     mixes = any(
         isinstance(part, HeadMixing | Activation) or (isinstance(part, Norm) and part.place in MIXING)
         for part in adapter.parts
@@ -222,6 +229,7 @@ def check_projected_heads(adapter: AttentionAdapter, weights: Weights, inputs: I
         or part.piece
         or part.transposed
         or others
+        or is_shared
     ):
         return skipped("its heads can't be distinguished in its output")
     before = adapter.run(inputs).out

@@ -10,10 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from manyheads.checker.bugs.calls import BUGS
 from manyheads.checker.candidates.adapter import Adapter
 from manyheads.checker.candidates.attention import AttentionAdapter
-from manyheads.checker.candidates.documentation import is_for_inference
+from manyheads.checker.candidates.documentation import is_for_inference, says
 from manyheads.checker.candidates.errors import UnexpectedOutput
+from manyheads.checker.candidates.parameters import ParameterView
 from manyheads.checker.checks.evidence import run_sequence, smallest_failure, with_and_without_weights
 from manyheads.checker.checks.registry import Check, check, convention, failed, judge, passed, skipped
 from manyheads.checker.encodings import Encoding
@@ -192,6 +194,25 @@ def check_gradients(adapter: AttentionAdapter) -> Check:
         return failed(f"no gradient reaches {', '.join(missing)}.")
     error, allowed, names = worst
     return judge(error, allowed, "", f"the gradient of {names} differs.")
+
+
+@check("projections")
+def check_shared_projections(adapter: AttentionAdapter) -> Iterator[Check]:
+    """Report projections of q, k and v that are one layer, unless documentation says that they are shared."""
+    shared, weight = adapter.description.shared, adapter.projections.weight if adapter.weights else {}
+    if not shared or not {*"qkv"} <= {*weight}:
+        return
+
+    def read(role: str) -> list[ParameterView]:
+        return [replace(view, path=shared.get(view.path, view.path)) for view in weight[role]]
+
+    roles = [role for role in weight if read(role) == read("q")]
+    is_meant = says(
+        adapter.text, r"(?<!not )\b(?:share[sd]?|sharing|tied)\b", r"\b(?:proj|weight|layer|matri|linear)"
+    )
+    if {*"qkv"} <= {*roles} and not is_meant:
+        reason = f"one layer, {read('q')[0].path.rpartition('.')[0]}, projects {', '.join(roles)}."
+        yield replace(failed(reason, bug=BUGS["projections-shared"]), name="projections")
 
 
 def oracle_gradients(

@@ -27,6 +27,7 @@ from manyheads.checker.isolation.describe import (
     Argument,
     Description,
     describe,
+    find_shared,
     module_tensors,
     read_signature,
     unwrap_partial,
@@ -160,6 +161,8 @@ class Candidate(contextlib.AbstractContextManager["Candidate"]):
         Raises:
             CandidateError: Of kind "init", if the constructor raises, or if the target isn't a class.
         """
+        if self._loaded is not None:  # classes and default arguments may keep what earlier calls stored
+            self._loaded.restore()
         self._loaded = None
         name = self.describe().name
         if self.is_class:
@@ -175,16 +178,23 @@ class Candidate(contextlib.AbstractContextManager["Candidate"]):
 
     def weights(self) -> dict[str, Tensor]:
         """Return copies of the parameters and buffers by name."""
-        return {name: x.detach().cpu().clone() for _, name, x in module_tensors(self._built())}
+        return {name: x.detach().cpu().clone() for name, x in self._tensors().items()}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Copy values into the parameters and buffers with these names."""
         if self._loaded is not None:  # what earlier calls kept would count as a new instance's
             self._loaded.restore()
-        targets = {name: x for _, name, x in module_tensors(self._built())}
+        targets = self._tensors()
         for name, values in tensors.items():
             targets[name].data.copy_(values)
         self._loaded = None
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return the parameters and buffers by all of their names."""
+        module = self._built()
+        tensors = {name: x for _, name, x in module_tensors(module)}
+        shared = find_shared(module) if isinstance(module, nn.Module) else {}
+        return tensors | {name: tensors[first] for name, first in shared.items() if first in tensors}
 
     def call(self, call: Call) -> Answer:
         """Call the candidate, and undo its changes of parameters, buffers and global settings.

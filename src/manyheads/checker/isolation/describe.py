@@ -64,6 +64,8 @@ class Description:
         layers: The class names of the submodules by path.
         attributes: The public attributes that are numbers, bools or strings, such as num_heads; of a
             function, the arguments that `functools.partial` binds.
+        shared: The first name of the parameters of a layer that is in several places beside each other, by
+            the other names.
         settings: The numbers and flags of its submodules and its configuration, by path.
         source: Its Python code.
         module_doc: The docstring of its file.
@@ -84,6 +86,7 @@ class Description:
     module_doc: str = ""
     configurations: dict[str, Configuration] = field(default_factory=dict)
     settings: dict[str, bool | int | float] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
 
 
 def describe(target: Any, instance: Any) -> Description:
@@ -108,6 +111,7 @@ def describe(target: Any, instance: Any) -> Description:
         method = next((vars(c)[name] for c in definition.__mro__ if name in vars(c)), None)
         call = read_signature(method, bound=isinstance(method, staticmethod)) if method else ()
     module = instance if isinstance(instance, nn.Module) else None
+    tensors, shared = [*module_tensors(module)], find_shared(module)
     attributes = bound_arguments(target) if kind == "function" else getattr(instance, "__dict__", {})
     return Description(
         type=kind,
@@ -116,8 +120,9 @@ def describe(target: Any, instance: Any) -> Description:
         init=read_signature(target, bound=True) if kind == "class" else None,
         call=call,
         torch_module=torch_module,
-        parameters={name: tuple(x.shape) for kind, name, x in module_tensors(module) if kind == "parameter"},
-        buffers={name: tuple(x.shape) for kind, name, x in module_tensors(module) if kind == "buffer"},
+        parameters={name: tuple(x.shape) for name, x in named_parameters(tensors, shared)},
+        buffers={name: tuple(x.shape) for kind, name, x in tensors if kind == "buffer"},
+        shared=shared,
         layers={path: type(x).__name__ for path, x in module.named_modules()} if module else {},
         attributes={
             name: value
@@ -163,6 +168,33 @@ def module_tensors(module: Any) -> Iterator[tuple[Literal["parameter", "buffer"]
     if isinstance(module, nn.Module):
         yield from (("parameter", n, x) for n, x in module.named_parameters() if not nn.parameter.is_lazy(x))
         yield from (("buffer", n, x) for n, x in module.named_buffers() if not nn.parameter.is_lazy(x))
+
+
+def find_shared(module: nn.Module | None) -> dict[str, str]:
+    """Return the first names of parameters by their other names, for layers beside each other that are one.
+
+    Such are the four layers of `nn.ModuleList([nn.Linear(e, e)] * 4)`.
+    """
+    found = [] if module is None else [*module.named_parameters(remove_duplicate=False)]
+    matrices = {name.rpartition(".")[0] for name, x in found if not nn.parameter.is_lazy(x) and x.dim() > 1}
+    first: dict[int, str] = {}
+    shared = {}
+    for name, x in found:
+        layer, original = name.rpartition(".")[0], first.setdefault(id(x), name)
+        owners = [path.rpartition(".")[0].rpartition(".")[0] for path in (name, original)]
+        if name != original and layer in matrices and owners[0] == owners[1]:
+            shared[name] = original
+    return shared
+
+
+def named_parameters(
+    tensors: list[tuple[Literal["parameter", "buffer"], str, Tensor]], shared: dict[str, str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters by name, those with several names after their first one."""
+    for kind, name, x in tensors:
+        if kind == "parameter":
+            yield name, x
+            yield from ((other, x) for other, original in shared.items() if original == name)
 
 
 # -- signatures ------------------------------------------------------------------------------------
