@@ -31,6 +31,7 @@ struct IdRange {  // the smallest and the largest id in a panel of keys or a blo
 template <class T, class Op> struct Call {
     typedef typename Op::Element Element;
     static constexpr int KEYS = Op::KEYS;
+    static constexpr int WEIGHT_LINE = KEYS + LANES * Op::PAIR;  // the distance between rows of weights
 
     const Problem &problem;
     const Statistics *statistics;   // or null
@@ -139,7 +140,7 @@ template <class T, class Op> struct Call {
         Element *q;                  // [ROWS, depth]
         bool *bounded, all_bounded;  // [ROWS]: are weights e^score, with no maximum? (see find_bounded)
         Real *score;                 // [ROWS, line]
-        Element *weight;             // [ROWS, KEYS]; in float32 it is `score`
+        Element *weight;             // [ROWS, WEIGHT_LINE]; in float32 it is `score`
         Real *out;                   // [ROWS, across * PANEL]
         Vector *maxima, *sums;       // [ROWS]: maxima of the scores of this step; sums of the weights so far
         Real *maximum;               // [ROWS]: the largest number in each of `maxima`
@@ -159,7 +160,7 @@ template <class T, class Op> struct Call {
         return block.score + row * line + (keeps_rows ? first : 0);
     }
     Element *weights(const Block &block, int row, int64_t first) const {
-        return Op::PAIR == 1 ? (Element *)scores(block, row, first) : block.weight + row * KEYS;
+        return Op::PAIR == 1 ? (Element *)scores(block, row, first) : block.weight + row * WEIGHT_LINE;
     }
     Largest largest(const Block &block, int row) const {
         int64_t vectors = round_up(statistics->top_k, LANES) / LANES;
@@ -405,7 +406,7 @@ template <class T, class Op> struct Call {
         for (int64_t a = 0; a < across; a++)
             multiply<Op, true, false>(
                 block.rows, smaller<int64_t>(PANEL, problem.w - a * PANEL), weights(block, 0, first),
-                Op::PAIR == 1 ? line : KEYS,
+                Op::PAIR == 1 ? line : WEIGHT_LINE,
                 values + (((block.head - first_head) * across + a) * panels * PANEL + first) * PANEL,
                 block.out + a * PANEL, across * PANEL, count, block.maxima);
     }
@@ -476,7 +477,7 @@ template <class T, class Op> struct Call {
                 steps = keeps_rows ? panels : 0;
         allocate(scratch, array(block.q, ROWS * depth),
                  array(block.score, round_up(smaller<int64_t>(rows, problem.t), Op::ROWS_MULTIPLE) * line),
-                 array(block.weight, Op::PAIR == 1 ? 0 : ROWS * KEYS), array(block.out, ROWS * wide_out),
+                 array(block.weight, Op::PAIR == 1 ? 0 : ROWS * WEIGHT_LINE), array(block.out, ROWS * wide_out),
                  array(block.maxima, ROWS), array(block.sums, ROWS), array(block.running_max, ROWS),
                  array(block.entropy_sums, statistics ? ROWS : 0), array(block.distance_sums, statistics ? ROWS : 0),
                  array(block.max_score, statistics ? ROWS : 0), array(block.top_scores, tops),

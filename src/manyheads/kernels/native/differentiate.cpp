@@ -257,7 +257,7 @@ template <class T, class Op> struct Backward {
         Real *to = dq + (local * chunks + block.chunk) * lines * rows + first;
         for (int64_t c = 0; c < count; c += PANEL)
             multiply<Op, true, false, QUERIES>((int)problem.d, smaller<int64_t>(PANEL, count - c), block.key_columns,
-                                               KEYS, block.d_score_pairs + c * Op::PAIR, to + c, rows, even,
+                                               KEYS, block.d_score_pairs + Op::template place<QUERIES>(0, c), to + c, rows, even,
                                                block.unused);
     }
 
@@ -273,7 +273,7 @@ template <class T, class Op> struct Backward {
                     Op::round(block.weights + next, load(block.score + next));
                 Op::round(block.d_scores + at, load(block.d_weight + at)),
                     Op::round(block.d_scores + next, load(block.d_weight + next));
-                Op::pair(block.d_score_pairs + at + n, load(block.d_weight + at), load(block.d_weight + next));
+                Op::pair(block.d_score_pairs + Op::template place<QUERIES>(row / 2, n), load(block.d_weight + at), load(block.d_weight + next));
             }
     }
 
