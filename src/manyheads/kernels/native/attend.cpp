@@ -179,10 +179,11 @@ template <class T, class Op> struct Call {
         block.maxima[row] = top;
     }
 
-    // Turns products into weights; a product times the factor is a score. If the maximum grows, the earlier sums are
-    // rescaled. A given log-sum-exp is used instead of the maximum.
+    // Turns products of a row into weights; a product times the factor is a score. If the maximum grows, the earlier sums
+    // are rescaled. A given log-sum-exp is used instead of the maximum.
     template <bool STATISTICS>
-    void weigh(const Block &block, int row, int64_t first, int64_t count, Real factor) const {
+    INLINE_METHOD void weigh(const Block &block, int row, int64_t first, int64_t count, Real factor) const {
+        if (STATISTICS) note_largest(block, row, first, count, factor);
         Real *score = scores(block, row, first);
         Element *weight = weights(block, row, first);
         Real before = block.running_max[row], now = lse_known ? before : larger(before, factor * block.maximum[row]);
@@ -224,22 +225,28 @@ template <class T, class Op> struct Call {
         block.running_max[row] = now;
     }
 
-    // Turns products into weights e^score; a product times the factor is a score. If not PLAIN, some scores are masked.
-    // For entropies, the largest score so far is subtracted from scores, because sums of large numbers lose digits.
+    // Turns products of a row into weights e^score; a product times the factor is a score. If not PLAIN, some scores are
+    // masked. For entropies, the largest score so far is subtracted from scores, because sums of large numbers lose digits.
     template <bool PLAIN, bool STATISTICS>
-    void weigh_bounded(const Block &block, int row, int64_t first, int64_t count, Real factor, Real before) const {
+    INLINE_METHOD void weigh_bounded(const Block &block, int row, int64_t first, int64_t count, Real factor) const {
 #if defined(HAS_EXP)
+        Real before = STATISTICS ? note_largest(block, row, first, count, factor) : -INF;
         Real *score = scores(block, row, first);
         Element *weight = weights(block, row, first);
         Vector sum = {}, more = {}, entropy = {}, place = {}, moment = {}, total = block.sums[row];
         Real most = STATISTICS && block.max_score[row] != -INF ? block.max_score[row] : 0;
         for (int64_t j = 0; j < count; j += 2 * LANES) {
-            Vector low = load(score + j), high = load(score + j + LANES);
-            if (PLAIN && Op::PAIR == 2) low = rounded(factor * low), high = rounded(factor * high);
-            Vector low_weight = exp(low), high_weight = exp(high);
-            if (!PLAIN)
-                low_weight = (Vector)((Integers)low_weight & (low > -INF)),
-                high_weight = (Vector)((Integers)high_weight & (high > -INF));
+            Vector low = load(score + j), high = load(score + j + LANES), low_weight, high_weight;
+            if (Op::PAIR == 2) {
+                low_weight = exp2_of_product(low, factor * (Real)LOG2E),
+                high_weight = exp2_of_product(high, factor * (Real)LOG2E);
+                if (STATISTICS) low *= factor, high *= factor;
+            } else {
+                low_weight = exp(low), high_weight = exp(high);
+                if (!PLAIN)
+                    low_weight = (Vector)((Integers)low_weight & (low > -INF)),
+                    high_weight = (Vector)((Integers)high_weight & (high > -INF));
+            }
             sum += low_weight, more += high_weight;
             if (STATISTICS) {
                 if (!PLAIN)
@@ -259,8 +266,17 @@ template <class T, class Op> struct Call {
                     weighted_distance(score, first - block.position - row, count, sum, more, moment);
         }
 #else
-        (void)block, (void)row, (void)first, (void)count, (void)factor, (void)before;
+        (void)block, (void)row, (void)first, (void)count, (void)factor;
 #endif
+    }
+
+    // Updates the largest scores of a row for statistics, and returns the largest score before.
+    Real note_largest(const Block &block, int row, int64_t first, int64_t count, Real factor) const {
+        Real high = factor * block.maximum[row], before = block.max_score[row];
+        block.max_score[row] = larger(before, high);
+        if (statistics->top_k && high > largest(block, row).least())
+            largest(block, row).take(scores(block, row, first), factor, first, count, factor * block.maxima[row]);
+        return before;
     }
 
     // Finds the rows whose scores are so small that no weight e^score, sum of weights or product with a value overflows
@@ -334,22 +350,22 @@ template <class T, class Op> struct Call {
         return far;
     }
 
-    void weigh(const Block &block, int row, int64_t first, int64_t count, Real factor, bool plain) const {
-        Real before = -INF;  // the largest score so far
-        if (statistics) {
-            Real high = factor * block.maximum[row];
-            before = block.max_score[row], block.max_score[row] = larger(before, high);
-            if (statistics->top_k && high > largest(block, row).least())
-                largest(block, row).take(scores(block, row, first), factor, first, count, factor * block.maxima[row]);
-        }
-        if (!block.bounded[row])
-            statistics ? weigh<true>(block, row, first, count, factor) : weigh<false>(block, row, first, count, factor);
-        else if (plain)
-            statistics ? weigh_bounded<true, true>(block, row, first, count, factor, before)
-                       : weigh_bounded<true, false>(block, row, first, count, factor, before);
+    // Turns products of rows from `row` up to `stop` into weights. Either all of them are bounded or none.
+    template <bool STATISTICS>
+    void weigh_rows(const Block &block, int row, int stop, int64_t first, int64_t count, Real factor,
+                    bool plain) const {
+        bool bounded = block.bounded[row];
+        if (bounded && plain)
+            for (; row < stop; row++) weigh_bounded<true, STATISTICS>(block, row, first, count, factor);
+        else if (bounded)
+            for (; row < stop; row++) weigh_bounded<false, STATISTICS>(block, row, first, count, factor);
         else
-            statistics ? weigh_bounded<false, true>(block, row, first, count, factor, before)
-                       : weigh_bounded<false, false>(block, row, first, count, factor, before);
+            for (; row < stop; row++) weigh<STATISTICS>(block, row, first, count, factor);
+    }
+
+    void weigh(const Block &block, int row, int stop, int64_t first, int64_t count, Real factor, bool plain) const {
+        statistics ? weigh_rows<true>(block, row, stop, first, count, factor, plain)
+                   : weigh_rows<false>(block, row, stop, first, count, factor, plain);
     }
 
     // Adds the non-finite numbers of a value, which are 0 in its panel, to a row that attends to it.
@@ -395,9 +411,15 @@ template <class T, class Op> struct Call {
         bool some = false;  // is some number of a value infinite or NaN?
         for (int64_t c = 0; c < count; c += PANEL)
             some |= infinite[(block.head - first_head) * panels + (first + c) / PANEL];
-        for (int row = 0; row < block.rows; row++) {
-            if (some && !block.bounded[row]) weigh_infinite(block, row, first, count, factor);
-            else weigh(block, row, first, count, factor, plain);
+        for (int row = 0, stop; row < block.rows; row = stop) {
+            stop = row + 1;
+            if (some && !block.bounded[row]) {
+                weigh_infinite(block, row, first, count, factor);
+                continue;
+            }
+            while (stop < block.rows && block.bounded[stop] == block.bounded[row] && (!some || block.bounded[row]))
+                stop++;
+            weigh(block, row, stop, first, count, factor, plain);
         }
     }
 
@@ -435,7 +457,7 @@ template <class T, class Op> struct Call {
             block.maxima[row] = top;
         }
         find_maximum(block);
-        for (int row = 0; row < block.rows; row++) weigh(block, row, first, whole, 1, false);
+        for (int row = 0; row < block.rows; row++) weigh(block, row, row + 1, first, whole, 1, false);
     }
 
     // Computes the weights of a row if some value isn't finite. Such a value must be added to the output if its key is
@@ -443,7 +465,7 @@ template <class T, class Op> struct Call {
     void weigh_infinite(const Block &block, int row, int64_t first, int64_t count, Real factor) const {
         uint8_t visible[KEYS];
         for (int64_t j = 0; j < count; j++) visible[j] = !(scores(block, row, first)[j] == -INF);
-        weigh(block, row, first, count, factor, false);
+        weigh(block, row, row + 1, first, count, factor, false);
         for (int64_t j = 0; j < smaller(count, problem.s - first); j++)
             if (visible[j]) add_infinite(block, row, first, j);
     }
