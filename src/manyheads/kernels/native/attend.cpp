@@ -66,9 +66,13 @@ template <class T, class Op> struct Call {
         threads = threads_for(problem, 2. * problem.b * problem.h * problem.t * problem.s * (problem.d + problem.w));
         // If there are few blocks, smaller ones are used, so that all threads get about the same work. Their size must
         // not depend on the number of threads, because it changes the last bits of results.
-        rows = Op::ROWS_MULTIPLE > 1 ? 2 * Op::ROWS_MULTIPLE : second_level_cache() < (2 << 20) ? ROWS / 2 : ROWS;
-        if (problem.b * problem.h * round_up(problem.t, rows) / rows < 16)
-            rows = Op::ROWS_MULTIPLE > 1 ? Op::ROWS_MULTIPLE : 3 * ROW_GROUP;
+        auto few_blocks = [&] { return problem.b * problem.h * round_up(problem.t, rows) / rows < 16; };
+        if (Op::ROWS_MULTIPLE > 1) {
+            for (rows = 4 * Op::ROWS_MULTIPLE; rows > Op::ROWS_MULTIPLE && few_blocks();) rows /= 2;
+        } else {
+            rows = second_level_cache() < (2 << 20) ? ROWS / 2 : ROWS;
+            if (few_blocks()) rows = 3 * ROW_GROUP;
+        }
         blocks = round_up(problem.t, rows) / rows;
         int64_t key_bytes = given_scores ? 0 : panels * depth * PANEL * sizeof(Element),
                 value_bytes = across * panels * PANEL * PANEL * sizeof(Element);
