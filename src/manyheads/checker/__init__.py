@@ -182,8 +182,11 @@ def judge(
         # Steps with a cache repeat a bug that other calls have too, so only other checks name more bugs then.
         others = [check for check in checks if check.name != "cache" or not any(each.bug for each in found)]
         named = name_bugs(others, found)
-        # These spoil calls with other contexts and masks.
-        if any(each.bug in ("context-kept", "mask-kept") for each in named):
+        # These spoil calls with other contexts and masks, or say what is known of steps.
+        if any(
+            each.bug in ("context-kept", "mask-kept", "order-lost-in-steps", "input-changed")
+            for each in named
+        ):
             found = [each for each in found if each.bug]
         pair = find_pair(adapter)
         return checks, separate(adapter, found) + named, pair

@@ -22,11 +22,12 @@ from manyheads.checker.bugs.parts import part_bugs
 from manyheads.checker.candidates.adapter import Adapter, D
 from manyheads.checker.candidates.attention import AttentionAdapter
 from manyheads.checker.candidates.documentation import mask_polarity
-from manyheads.checker.checks.evidence import Evidence, gather, smallest_failure
+from manyheads.checker.checks.evidence import Evidence, gather, long_call, smallest_failure
 from manyheads.checker.checks.numerics import with_large_scores, with_low_scores
 from manyheads.checker.checks.registry import Check
 from manyheads.checker.encodings import Encoding
 from manyheads.checker.oracle import Attention, Oracle, Outputs, Weights, exact, largest_difference
+from manyheads.checker.overrides import transform
 from manyheads.checker.parts import Part, Window
 from manyheads.shapes import sizes
 
@@ -35,6 +36,7 @@ EXPLAINED = {"values", "causal mask", "mask", "mask of keys", "padding", "added 
              "one query", "large scores", "training and evaluation", "rows sum to one", "cache",
              "grouped heads", "segments"}  # fmt: skip
 OVERFLOWS = ("no-max-subtracted", "masked-low", "masked-and-divided")  # bugs that need large scores
+SCALES = ("scale", "unscaled", "multiplied")  # with which names of bugs of the scale begin
 LARGE_TOLERANCE = 1e-3  # of outputs at large scores
 ORACLE_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, ZeroDivisionError, TypeError)
 REPEATS = 256  # calls over which dropout is averaged
@@ -109,10 +111,23 @@ def diagnose(adapter: Adapter, takes_pairs: bool = True) -> list[Diagnosis]:
                 adapter.notes += [str(part) for part in plausible]
             found = [describe_fit(adapter, fit.names, error) for fit, error in fits]
             return found + find_rare_bugs(adapter, [fit.steps for fit, _ in fits])
-    if by_scenario := search_scenarios(adapter, evidence):
-        return by_scenario
+    # A bug that mixes tokens does so within each step.
+    uncached = [call for call in evidence if not is_cached(call)]
+    for plausible in sets if adapter.unknown and len(uncached) < len(evidence) else ():
+        if fits := search(adapter, uncached, plausible):
+            adapter.parts = plausible
+            named = [describe_fit(adapter, fit.names, error) for fit, error in fits]
+            return [replace(each, description=f"without a cache, {each.description}") for each in named]
+    for plausible in sets if adapter.unknown else [adapter.parts]:
+        if by_scenario := search_scenarios(adapter, evidence, plausible):
+            return by_scenario
     description = "; ".join(("no known bug explains it", *describe_differences(adapter, evidence)))
     return [Diagnosis("", description, verified=False)]
+
+
+def is_cached(call: Evidence) -> bool:
+    """Return True if the call is a step with a cache."""
+    return call.scenario.startswith("cache")
 
 
 def steps_of(parts: Parts) -> Bugs:
@@ -131,7 +146,7 @@ def search(adapter: Adapter, evidence: list[Evidence], parts: Parts) -> list[tup
     for note, steps in possible_conventions(adapter):
         if not fits and (fits := list(find_fits(adapter, evidence, singles, [(*conventions[0], steps)]))):
             adapter.notes.append(note)
-    return confirm(adapter, fits)
+    return confirm(adapter, fits, evidence)
 
 
 def search_pairs(adapter: Adapter, evidence: list[Evidence], parts: Parts) -> list[tuple[Trial, float]]:
@@ -151,14 +166,17 @@ def search_pairs(adapter: Adapter, evidence: list[Evidence], parts: Parts) -> li
         # The order of tokens matters, so it does with one of the two bugs.
         first = [trial for trial in relevant if depends_on_order(adapter, trial.steps)]
     extremes = list(dict.fromkeys((adapter.conventions[0], adapter.conventions[-1])))
-    return confirm(adapter, find_fits(adapter, evidence, pairs(first, relevant, adapter.oracle), extremes))
+    fits = find_fits(adapter, evidence, pairs(first, relevant, adapter.oracle), extremes)
+    return confirm(adapter, fits, evidence)
 
 
-def confirm(adapter: Adapter, fits: Iterable[Trial]) -> list[tuple[Trial, float]]:
+def confirm(adapter: Adapter, fits: Iterable[Trial], evidence: list[Evidence]) -> list[tuple[Trial, float]]:
     """Return those that explain fresh inputs too, with their errors, in one order of their names."""
     if not (fits := list(fits)):
         return []
-    fresh = gather(adapter, range(300, 302))
+    uses_cache = any(map(is_cached, evidence))
+    fresh = [call for call in gather(adapter, range(300, 302)) if uses_cache or not is_cached(call)]
+    fresh += long_call(adapter, {part for fit in fits for part in fit.parts})
     results: dict[frozenset[str], tuple[Trial, float]] = {}
     for fit in fits:
         error = max((difference(adapter, fit.weights, fit.steps, call) for call in fresh), default=math.inf)
@@ -188,22 +206,53 @@ def single_bugs(adapter: Adapter, parts: Parts) -> Iterator[Trial]:
         for name, variants in part_bugs(part, parts):
             found.setdefault(name, {})[n] = variants
             yield from (Trial((name,), (), (*parts[:n], *variant, *parts[n + 1 :])) for variant in variants)
+    yield from (Trial(("scaled-by-setting",), (steps,), parts) for steps in scaled_by_settings(adapter))
     for name, by_part in found.items():  # the norms of q and k have the same bug
-        for chosen in zip(*by_part.values(), strict=False) if len(by_part) > 1 else ():
-            together = {n: (part,) for n, part in enumerate(parts)} | dict(zip(by_part, chosen, strict=True))
-            yield Trial((name,), (), tuple(part for each in together.values() for part in each))
+        sets = (chosen for size in range(2, len(by_part) + 1) for chosen in combinations(by_part, size))
+        for places in sets:
+            for chosen in zip(*(by_part[n] for n in places), strict=False):
+                together = {n: (part,) for n, part in enumerate(parts)} | dict(
+                    zip(places, chosen, strict=True)
+                )
+                yield Trial((name,), (), tuple(part for each in together.values() for part in each))
 
 
-def search_scenarios(adapter: Adapter, evidence: list[Evidence]) -> list[Diagnosis]:
+def scaled_by_settings(adapter: Adapter) -> Iterator[type[Oracle]]:
+    """Yield oracles whose scores are multiplied or divided by a number that the constructor takes."""
+    if not isinstance(adapter, AttentionAdapter):
+        return
+    x, weights = adapter.draw(torch.Generator().manual_seed(35)), adapter.weights
+    usual = {D, *(each.shape[-1] for each in (x.query, x.key, x.value))}
+    usual |= set() if weights is None else {weights.heads, weights.key_heads, weights.head_size}
+    values = {arg.name: arg.default for arg in adapter.description.init or ()} | adapter.init
+    numbers = {n for n in values.values() if type(n) in (int, float)} - usual
+    for n in sorted(n for n in numbers if n > 1):
+        for factor in (1 / n, n, n**-0.5, n**0.5):
+            yield transform(scale=lambda o, scale, factor=factor: scale * factor)
+
+
+def search_scenarios(adapter: Adapter, evidence: list[Evidence], parts: Parts) -> list[Diagnosis]:
+    """Return the bugs that explain each wrong scenario beside these parts, if there are any for each.
+
+    Parts that are only plausible must explain a scenario without a bug.
+    """
+    before, adapter.parts = adapter.parts, parts
+    if not (diagnoses := explain_scenarios(adapter, evidence)):
+        adapter.parts = before
+    return diagnoses
+
+
+def explain_scenarios(adapter: Adapter, evidence: list[Evidence]) -> list[Diagnosis]:
     """Return the bugs that explain each wrong scenario, if there are any for each."""
-    if adapter.unknown:
-        return []
     groups: dict[str, list[Evidence]] = {}
+    if adapter.unknown and all(is_wrong(adapter, call) for call in evidence):
+        return []
     for call in evidence + gather(adapter, range(300, 302)):
         # A bug of a cache has to explain all steps: those of one token fit too many.
-        is_cached = call.scenario.startswith("cache")
-        groups.setdefault("a cache" if is_cached else call.scenario, []).append(call)
+        groups.setdefault("a cache" if is_cached(call) else call.scenario, []).append(call)
     wrong = [name for name, calls in groups.items() if any(is_wrong(adapter, call) for call in calls)]
+    if adapter.unknown and not set(groups) - {*wrong, "one query"}:
+        return []
     trials = list(single_bugs(adapter, adapter.parts))
     errors: dict[str, dict[str, float]] = {}  # by scenario and bug
     for scenario in wrong:
@@ -323,7 +372,7 @@ def explains_last_query(adapter: Adapter, weights: Weights | None, bugs: Bugs, c
 def describe_fit(adapter: Adapter, names: tuple[str, ...], error: float) -> Diagnosis:
     """Return the diagnosis that reports bugs which explain all evidence."""
     size = ""
-    if adapter.oracle is Attention and any("scale" in name or name == "multiplied" for name in names):
+    if adapter.oracle is Attention and any(name.startswith(SCALES) for name in names):
         size = f" (d = {D if adapter.weights is None else adapter.weights.head_size})"
     description = " and ".join(FAMILY[name].description for name in names)
     fix = "; ".join(dict.fromkeys(FAMILY[name].fix for name in names))

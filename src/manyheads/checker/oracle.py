@@ -204,6 +204,7 @@ class Attention(Oracle):
     scores: Tensor  # [b, h, t, s], scaled and masked
     visible: Tensor | None  # broadcasts to [b, h, t, s]
     attention: Tensor  # [b, h, t, s]
+    is_token: Tensor | None = None  # [rows, columns] of an image that a part fills up
 
     def __call__(self, x: Inputs) -> Outputs:
         """Run all steps."""

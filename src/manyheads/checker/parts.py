@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from manyheads.checker.encodings import Interleaved, Rotary
-from manyheads.checker.oracle import Attention, Inputs, Oracle
+from manyheads.checker.oracle import Attention, Inputs, Oracle, Outputs
 from manyheads.checker.overrides import wrap
 
 Wrappers = Mapping[str, Callable[..., Any]]
@@ -49,6 +49,12 @@ def read(oracle: Attention, path: str) -> Tensor:
     return oracle.weights.other[path]
 
 
+def divide_grid(t: int) -> tuple[int, int]:
+    """Return the numbers of rows and columns of a grid of t tokens that is as square as possible."""
+    rows = max((n for n in range(1, math.isqrt(max(t, 0)) + 1) if t % n == 0), default=1)
+    return rows, max(t, 0) // rows
+
+
 # -- norms and scales of vectors -------------------------------------------------------------------
 
 
@@ -69,6 +75,7 @@ class Norm(Part):
         axis: The axis or axes that are normalized.
         groups: The number of groups of columns.
         is_repeated: Whether each step normalizes all cached keys again, which is a bug.
+        is_first_only: Whether steps after the first one don't normalize, which is a bug.
     """
 
     kind: str
@@ -81,6 +88,7 @@ class Norm(Part):
     axis: int | tuple[int, ...] = -1
     groups: int = 1
     is_repeated: bool = False
+    is_first_only: bool = False
 
     BY_ROLE: ClassVar[dict[str, str]] = {"heads": "encode_heads", "width": "project", "input": "source"}
     LATER: ClassVar[dict[str, str]] = {"mixed": "mix", "merged": "gate", "output": "finish"}
@@ -97,7 +105,10 @@ class Norm(Part):
 
     def normalize_role(self, oracle: Attention, role: str, x: Tensor) -> Tensor:
         """Return the normalized vectors of q, k or v."""
-        x, steps = self.normalize(oracle, x), oracle.x.steps
+        raw, x, steps = x, self.normalize(oracle, x), oracle.x.steps
+        if self.is_first_only and len(steps) > 1:
+            is_first = torch.arange(x.shape[-2]) < (0 if role == "q" else steps[0])
+            return torch.where(is_first[:, None], x, raw)
         for n in range(len(steps) - 1, 0, -1) if self.is_repeated and role == "k" else ():
             is_cached = (torch.arange(x.shape[-2]) < sum(steps[:n]))[:, None]
             x = torch.where(is_cached, self.normalize(oracle, x), x)
@@ -166,6 +177,14 @@ class RotaryPositions(Part):
         moved: Those of q and k whose positions begin there.
         rotates_again: Whether each step rotates all cached keys again, which is a bug.
         is_given: Whether the call gives the angles, as cosines and sines.
+        axes: How the pairs of an image's tokens turn with their rows and columns: "first" (the first half of
+            the pairs with the rows), "halves" (pairs are within each half of the entries), "alternating", or
+            "" for positions in a sequence.
+        columns_first: Whether columns take the place of rows.
+        prefix: The number of tokens before those of the image, which aren't rotated.
+        is_centered: Whether coordinates are those of centers, −π to π, rather than numbers.
+        mistake: "transposed" (tokens are numbered as if columns came one after the other), "rows twice",
+            "columns twice" or "prefix last"; "" is correct.
     """
 
     encoding: type[Rotary]
@@ -180,6 +199,11 @@ class RotaryPositions(Part):
     moved: str = "qk"
     rotates_again: bool = False
     is_given: bool = False
+    axes: str = ""
+    columns_first: bool = False
+    prefix: int = 0
+    is_centered: bool = False
+    mistake: str = ""
 
     def wrappers(self) -> Wrappers:
         """Return the wrapper of the step whose result is rotated."""
@@ -207,7 +231,7 @@ class RotaryPositions(Part):
                 [torch.full((n,), k) for n, k in zip(x.steps, times, strict=True)]
             )
         if self.begin is None or role not in self.moved or not x.steps or x.positions is not None:
-            return torch.arange(x.s) if role == "k" else torch.arange(x.offset, x.offset + x.t)
+            return torch.arange(x.offset, x.offset + x.t) if role == "q" else torch.arange(x.s)
         lengths = [x.steps[: n + 1] for n in range(len(x.steps))]
         first = [self.begin(oracle, each) for each in lengths]
         tokens = [torch.arange(start, start + n) for start, n in zip(first, x.steps, strict=True)]
@@ -226,10 +250,39 @@ class RotaryPositions(Part):
             inputs = inputs.but(positions=positions.to(dtype) * (self.factor * self.direction))
             if self.is_given and call.angles is not None:
                 inputs = inputs.but(angles=call.angles[:, None, tokens].to(dtype) * self.direction)
+            if self.axes:
+                angles = self.grid_angles(call.s, size)[tokens] * (self.factor * self.direction)
+                inputs = inputs.but(angles=angles[None, None].to(dtype))
+                first = swap_quarters(first) if self.axes == "halves" else first
+                inputs = inputs.but(query=first, key=first)
         encoding = self.encoding()
         encoding.x, encoding.width, encoding.base = inputs, size, self.base
         rotated = encoding.rotate_key() if role == "k" else encoding.rotate_query()
+        rotated = swap_quarters(rotated) if self.axes == "halves" else rotated
         return torch.cat((rotated.to(x.dtype), rest), -1)
+
+    def grid_angles(self, s: int, size: int) -> Tensor:
+        """Return the angles of s tokens, all but the prefix those of an image, `[s, size / 2]`."""
+        prefix = min(self.prefix, s)
+        rows, columns = divide_grid(s - prefix)
+        at = torch.arange(s - prefix)
+        is_transposed = self.mistake == "transposed"
+        row, column = (
+            (at % rows, at // rows) if is_transposed else (at // max(columns, 1), at % max(columns, 1))
+        )
+        places = {"rows": (row, rows), "columns": (column, columns)}
+        named = ["columns", "rows"] if self.columns_first else ["rows", "columns"]
+        named = [self.mistake.removesuffix(" twice")] * 2 if self.mistake.endswith("twice") else named
+        frequencies = self.base ** -(torch.arange(0, size // 2, 2, dtype=torch.float64) / (size // 2))
+        angles = []
+        for place, n in (places[name] for name in named):
+            centers = ((place + 0.5) / max(n, 1) * 2 - 1) * 2 * math.pi
+            coordinates = centers if self.is_centered else place.to(torch.float64)
+            angles.append(coordinates[:, None] * frequencies)
+        both = torch.stack(angles, -1).flatten(-2) if self.axes == "alternating" else torch.cat(angles, -1)
+        return torch.nn.functional.pad(
+            both, (0, 0, *((0, prefix) if self.mistake == "prefix last" else (prefix, 0)))
+        )
 
     def __str__(self) -> str:
         pairs = "neighboring pairs" if issubclass(self.encoding, Interleaved) else "half-split pairs"
@@ -237,7 +290,26 @@ class RotaryPositions(Part):
         factor = f", positions times {self.factor:g}" if self.factor != 1 else ""
         part = f", of the first {self.size} of {self.head_size} dimensions" * (self.size < self.head_size)
         direction = ", rotating the other way (weights of other models don't fit)" * (self.direction < 0)
-        return f"rotary encoding, {pairs}, {base}{factor}{part}{direction}"
+        return f"rotary encoding, {pairs}, {base}{factor}{part}{direction}{self.describe_grid()}"
+
+    def describe_grid(self) -> str:
+        """Return how pairs turn with rows and columns, or "" for positions in a sequence."""
+        if not self.axes:
+            return ""
+        axes = "columns and rows" if self.columns_first else "rows and columns"
+        shares = {
+            "first": f"halves of the pairs turn with {axes}",
+            "halves": f"halves of the entries turn with {axes}",
+            "alternating": f"pairs turn alternately with {axes}",
+        }
+        centered = ", by centers from −π to π" * self.is_centered
+        prefix = f", except for the first {self.prefix} tokens" * bool(self.prefix)
+        return f", {shares[self.axes]}{centered}{prefix}"
+
+
+def swap_quarters(x: Tensor) -> Tensor:
+    """Return vectors whose second and third quarters are exchanged, so that pairs of halves are pairs."""
+    return x.unflatten(-1, (2, 2, -1)).transpose(-3, -2).flatten(-3)
 
 
 @dataclass(frozen=True)
@@ -331,7 +403,10 @@ class TableBias(Bias):
         sign: 1 for distances j − i, −1 for i − j.
         window: The numbers of tokens of a window by axis, such as those of rows and columns.
         shift: The number of rows and columns by which the tokens are rolled before.
+        within: The windows of an image, if the tokens are those of all windows.
         strides: The factor of the distance on each axis, by default those of a table of all distances.
+        first: The number of tokens before those of the window, 0 or 1. A class token has the last three
+            entries: from it to others, from others to it, and to itself.
     """
 
     path: str
@@ -342,6 +417,8 @@ class TableBias(Bias):
     window: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
     shift: int = 0
+    within: ShiftedWindow | None = None
+    first: int = 0
 
     @property
     def natural_strides(self) -> list[int]:
@@ -355,14 +432,19 @@ class TableBias(Bias):
         if self.kind == "positions":
             table = table.reshape(-1, *table.shape[-2:])
             return table[:, i.clamp_max(table.shape[-2] - 1), j.clamp_max(table.shape[-1] - 1)]
-        table = table.flatten(0, -2) if table.shape[-1] == h else table.mT
+        table = table.flatten(0, -2) if table.shape[-1] == h else table.reshape(h, -1).mT
         if self.kind == "window":
+            is_class = (i < self.first).long() + 2 * (j < self.first)  # 1: the query's, 2: the key's, 3: both
+            i, j = i - self.first, j - self.first
             index = torch.zeros_like(i - j)
             for axis, stride in enumerate(self.strides or self.natural_strides):
                 n, inner = self.window[axis], math.prod(self.window[axis + 1 :])
-                rows, columns = ((each // inner - self.shift) % n for each in (i, j))
-                index = index + (rows - columns + n - 1) * stride
-            return table[index].movedim(-1, 0)
+                if self.within is not None:
+                    query, key = (self.within.coordinates(oracle, each)[axis] % n for each in (i, j))
+                else:
+                    query, key = ((each // inner - self.shift) % n for each in (i, j))
+                index = index + (query - key + n - 1) * stride
+            return table[torch.where(is_class > 0, table.shape[0] - 4 + is_class, index)].movedim(-1, 0)
         distances = self.sign * (j - i)
         n = table.shape[0]
         if self.kind == "buckets":
@@ -378,7 +460,8 @@ class TableBias(Bias):
             return f"relative bias `{self.path}` by {buckets}"
         if self.kind == "window":
             window = " × ".join(map(str, self.window))
-            return f"learned bias `{self.path}` by distances in a window of {window} tokens"
+            beside = " and a class token" * self.first
+            return f"learned bias `{self.path}` by distances in a window of {window} tokens{beside}"
         return f"learned bias `{self.path}` by {self.kind}"
 
 
@@ -389,32 +472,84 @@ class ShiftedWindow(Bias):
     Tokens of a window that the roll moved from the other side of the image see each other only.
 
     Attributes:
-        grid: The numbers of rows and columns.
-        size: The number of rows and of columns of a window.
-        shift: The number of rows and columns by which the image is rolled.
-        fill: What is added to masked scores.
+        images: The numbers of rows and columns of the images that calls have.
+        size: The numbers of rows and of columns of a window.
+        shift: The numbers of rows and of columns by which the image is rolled.
+        fill: What is added to the scores of tokens from the other side.
         separated: The axes on which tokens from the other side are masked; all but (0, 1) are bugs.
+        masks_padding: Whether zeros that fill up the last windows are masked; otherwise they are tokens.
+        rolls_always: Whether an axis that one window fills is rolled too.
     """
 
-    grid: tuple[int, int]
-    size: int
-    shift: int
+    images: tuple[tuple[int, int], ...]
+    size: tuple[int, int]
+    shift: tuple[int, int]
     fill: float = -math.inf
     separated: tuple[int, ...] = (0, 1)
+    masks_padding: bool = False
+    rolls_always: bool = True
+
+    def wrappers(self) -> Wrappers:
+        """Return the wrappers that add the mask, and fill up the windows before a call."""
+        return {**super().wrappers(), "__call__": self.fill_up}
+
+    def fill_up(self, oracle: Attention, call: Callable[[Inputs], Outputs], x: Inputs) -> Outputs:
+        """Return the outputs for an image whose last windows are filled up with zeros."""
+        rows, columns = self.sides(x.t)
+        below, right = -rows % self.size[0], -columns % self.size[1]
+        is_token = torch.zeros(rows + below, columns + right, dtype=torch.bool)
+        is_token[:rows, :columns] = True
+        oracle.is_token = is_token
+        if not below + right:
+            return call(x)
+
+        def pad(tokens: Tensor) -> Tensor:
+            image = tokens.unflatten(1, (rows, columns))
+            return torch.nn.functional.pad(image, (0, 0, 0, right, 0, below)).flatten(1, 2)
+
+        outputs = call(x.but(query=pad(x.query), key=pad(x.key), value=pad(x.value)))
+        found, weights = is_token.flatten(), outputs.weights
+        return Outputs(outputs.out[:, found], None if weights is None else weights[..., found, :][..., found])
+
+    def sides(self, t: int) -> tuple[int, int]:
+        """Return the rows and columns of the image of `t` tokens."""
+        return next((each for each in self.images if math.prod(each) == t), divide_grid(t))
+
+    def tokens(self, oracle: Attention) -> Tensor:
+        """Return where the image of this call has tokens, `[rows, columns]`."""
+        sides = self.sides(oracle.q.shape[-2])
+        return torch.ones(sides, dtype=torch.bool) if oracle.is_token is None else oracle.is_token
+
+    def coordinates(self, oracle: Attention, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows and the columns of tokens in the rolled image."""
+        rows, columns = self.tokens(oracle).shape
+        first, second = self.rolls(oracle)
+        return (tokens // columns - first) % rows, (tokens % columns - second) % columns
+
+    def rolls(self, oracle: Attention) -> list[int]:
+        """Return by how many rows and columns the image of this call is rolled."""
+        sides = zip(self.tokens(oracle).shape, self.size, self.shift, strict=True)
+        return [shift if self.rolls_always or n > size else 0 for n, size, shift in sides]
 
     def compute(self, oracle: Attention) -> Tensor:
         """Return the bias, `[1, t, s]`."""
-        (i, j), (rows, columns) = oracle.positions(), self.grid
-        visible = torch.ones_like(i == j)
-        for axis, n, stride in ((0, rows, columns), (1, columns, 1)):
-            query, key = ((x // stride - self.shift) % n for x in (i, j))
-            visible = visible & (query // self.size == key // self.size)
+        (i, j), is_token = oracle.positions(), self.tokens(oracle)
+        inside, visible = torch.ones_like(i == j), torch.ones_like(i == j)
+        each_axis = zip(self.coordinates(oracle, i), self.coordinates(oracle, j), strict=True)
+        for axis, (query, key) in enumerate(each_axis):
+            inside = inside & (query // self.size[axis] == key // self.size[axis])
+            last = is_token.shape[axis] - self.rolls(oracle)[axis]
             if axis in self.separated:
-                visible = visible & ((query >= n - self.shift) == (key >= n - self.shift))
-        return torch.zeros(1, oracle.x.t, oracle.x.s).to(oracle.q).masked_fill(~visible, self.fill)
+                visible = visible & ((query >= last) == (key >= last))
+        if self.masks_padding:  # which sees itself, so that no output is NaN
+            inside = inside & (is_token.flatten() | (i == j))
+        bias = torch.zeros(1, oracle.x.t, oracle.x.s).to(oracle.q).masked_fill(~visible, self.fill)
+        return bias.masked_fill(~inside, -math.inf)
 
     def __str__(self) -> str:
-        return f"windows of {self.size} × {self.size} tokens, shifted by {self.shift}"
+        shift = f", shifted by {' and '.join(map(str, dict.fromkeys(self.shift)))}" * any(self.shift)
+        images = " and ".join(f"{rows} × {columns}" for rows, columns in self.images)
+        return f"windows of {self.size[0]} × {self.size[1]} tokens{shift}, in images of {images}"
 
 
 def select_buckets(distances: Tensor, n: int, max_distance: int, is_bidirectional: bool) -> Tensor:

@@ -626,3 +626,176 @@ class Cosine(nn.Module):
         t = x.shape[1]
         scores = scores.masked_fill(torch.ones(t, t, dtype=torch.bool).triu(1), float("-inf"))
         return self.wo((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class CachedLlama(nn.Module):
+    """Causal self-attention with grouped key heads and rotary positions of base `rope_theta`.
+
+    forward(hidden_states [b, t, hidden], past_key_value=None or (k, v)) -> (out, (k, v))
+    """
+
+    def __init__(self, hidden_size=64, num_heads=4, num_key_value_heads=2, rope_theta=10000.0):
+        super().__init__()
+        self.num_heads, self.num_kv = num_heads, num_key_value_heads
+        self.head_dim = hidden_size // num_heads
+        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, self.num_kv * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, self.num_kv * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=False)
+        inv_freq = 1.0 / (rope_theta ** (torch.arange(0, self.head_dim, 2).float() / self.head_dim))
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+
+    def table(self, start, length):
+        freqs = torch.arange(start, start + length).float()[:, None] * self.inv_freq
+        emb = torch.cat((freqs, freqs), dim=-1)
+        return emb.cos(), emb.sin()
+
+    def rotate_half(self, x):
+        x1, x2 = x.chunk(2, dim=-1)
+        return torch.cat((-x2, x1), dim=-1)
+
+    def rope(self, x, cos, sin):
+        return x * cos + self.rotate_half(x) * sin
+
+    def repeat_kv(self, x):
+        return x.repeat_interleave(self.num_heads // self.num_kv, dim=1)
+
+    def forward(self, hidden_states, past_key_value=None):
+        b, t, _ = hidden_states.shape
+        q = self.q_proj(hidden_states).view(b, t, self.num_heads, self.head_dim).transpose(1, 2)
+        k = self.k_proj(hidden_states).view(b, t, self.num_kv, self.head_dim).transpose(1, 2)
+        v = self.v_proj(hidden_states).view(b, t, self.num_kv, self.head_dim).transpose(1, 2)
+        past = 0 if past_key_value is None else past_key_value[0].shape[2]
+        cos, sin = self.table(past, t)
+        q, k = self.rope(q, cos, sin), self.rope(k, cos, sin)
+        if past_key_value is not None:
+            k = torch.cat((past_key_value[0], k), dim=2)
+            v = torch.cat((past_key_value[1], v), dim=2)
+        present = (k, v)
+        k, v = self.repeat_kv(k), self.repeat_kv(v)
+        scores = q @ k.transpose(2, 3) / math.sqrt(self.head_dim)
+        mask = torch.ones(t, past + t, dtype=torch.bool).tril(past)
+        scores = scores.masked_fill(~mask, float("-inf"))
+        weights = F.softmax(scores, dim=-1)
+        out = weights @ v
+        out = out.transpose(1, 2).reshape(b, t, -1)
+        return self.o_proj(out), present
+
+
+class CachedQwen(nn.Module):
+    """Causal attention, query/key norms before rotary positions, sliding window, soft cap of the scores.
+
+    x [b, t, dim]; start_pos: how many tokens are in the cache of earlier calls; reset() empties it.
+    Token i attends to itself and the `sliding_window - 1` tokens before it.
+    """
+
+    def __init__(self, dim=64, n_heads=4, n_kv_heads=2, sliding_window=5, logit_softcap=20.0, theta=10000.0):
+        super().__init__()
+        self.h, self.g, self.d = n_heads, n_kv_heads, dim // n_heads
+        self.window, self.cap, self.theta = sliding_window, logit_softcap, theta
+        self.wq = nn.Linear(dim, self.h * self.d, bias=False)
+        self.wk = nn.Linear(dim, self.g * self.d, bias=False)
+        self.wv = nn.Linear(dim, self.g * self.d, bias=False)
+        self.wo = nn.Linear(self.h * self.d, dim, bias=False)
+        self.q_norm, self.k_norm = RMSNorm(self.d), RMSNorm(self.d)
+        self.reset()
+
+    def reset(self):
+        self.k_cache = self.v_cache = None
+
+    def rotate(self, x, positions):
+        freqs = self.theta ** (-torch.arange(0, self.d, 2, device=x.device) / self.d)
+        angles = positions[:, None] * freqs
+        a, b = x[..., ::2], x[..., 1::2]
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).type_as(x)
+
+    def forward(self, x, start_pos=0):
+        b, t, _ = x.shape
+        q = self.wq(x).view(b, t, self.h, self.d)
+        k = self.wk(x).view(b, t, self.g, self.d)
+        v = self.wv(x).view(b, t, self.g, self.d)
+        q, k = self.q_norm(q), self.k_norm(k)
+        positions = torch.arange(start_pos, start_pos + t)
+        q, k = self.rotate(q, positions), self.rotate(k, positions)
+        if start_pos > 0:
+            k = torch.cat((self.k_cache, k), 1)
+            v = torch.cat((self.v_cache, v), 1)
+        self.k_cache, self.v_cache = k, v
+        keys = k.repeat_interleave(self.h // self.g, 2)
+        values = v.repeat_interleave(self.h // self.g, 2)
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * self.d**-0.5
+        scores = self.cap * torch.tanh(scores / self.cap)
+        i, j = positions[:, None], torch.arange(start_pos + t)[None]
+        scores = scores.masked_fill((j > i) | (i - j >= self.window), float("-inf"))
+        weights = torch.softmax(scores.float(), -1).type_as(x)
+        out = torch.einsum("bhqk,bkhd->bqhd", weights, values)
+        return self.wo(out.flatten(2))
+
+
+class CachedT5(nn.Module):
+    """Causal decoder self-attention of T5: relative bias by buckets, no scale.
+
+    forward(hidden_states [b, t, d], past_key_value=None) -> (out, (k, v))
+    """
+
+    def __init__(
+        self, d_model=64, n_heads=4, relative_attention_num_buckets=32, relative_attention_max_distance=128
+    ):
+        super().__init__()
+        self.n, self.d = n_heads, d_model // n_heads
+        self.buckets, self.max_distance = relative_attention_num_buckets, relative_attention_max_distance
+        self.q, self.k, self.v, self.o = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
+        self.relative_attention_bias = nn.Embedding(self.buckets, n_heads)
+
+    def bucket(self, relative):
+        n = -torch.min(relative, torch.zeros_like(relative))
+        exact = self.buckets // 2
+        ratio = torch.log(n.float().clamp(min=1) / exact) / math.log(self.max_distance / exact)
+        large = exact + (ratio * (self.buckets - exact)).long()
+        return torch.where(n < exact, n, large.clamp(max=self.buckets - 1))
+
+    def forward(self, hidden_states, past_key_value=None):
+        b, t, _ = hidden_states.shape
+        heads = (f(hidden_states).view(b, t, self.n, self.d) for f in (self.q, self.k, self.v))
+        q, k, v = (x.transpose(1, 2) for x in heads)
+        if past_key_value is not None:
+            k, v = torch.cat((past_key_value[0], k), 2), torch.cat((past_key_value[1], v), 2)
+        s = k.shape[2]
+        i, j = torch.arange(s - t, s)[:, None], torch.arange(s)[None]
+        scores = q @ k.mT
+        scores = scores + self.relative_attention_bias(self.bucket(j - i)).permute(2, 0, 1)
+        scores = scores.masked_fill(j > i, torch.finfo(scores.dtype).min)
+        out = scores.softmax(-1) @ v
+        return self.o(out.transpose(1, 2).reshape(b, t, -1)), (k, v)
+
+
+class CachedBloom(nn.Module):
+    """Causal attention with ALiBi and a learned sink for each head.
+
+    hidden_states [b, t, d]; layer_past=None or (k, v); returns (out, (k, v)).
+    """
+
+    def __init__(self, hidden_size=64, n_head=4):
+        super().__init__()
+        self.n, self.d = n_head, hidden_size // n_head
+        self.query_key_value = nn.Linear(hidden_size, 3 * hidden_size)
+        self.dense = nn.Linear(hidden_size, hidden_size)
+        self.sinks = nn.Parameter(torch.randn(n_head))
+
+    def forward(self, hidden_states, layer_past=None):
+        b, t, _ = hidden_states.shape
+        fused = self.query_key_value(hidden_states).view(b, t, self.n, 3, self.d)
+        q, k, v = (fused[..., n, :].transpose(1, 2) for n in range(3))
+        if layer_past is not None:
+            k, v = torch.cat((layer_past[0], k), 2), torch.cat((layer_past[1], v), 2)
+        s = k.shape[2]
+        slopes = 2.0 ** (-8.0 * torch.arange(1, self.n + 1) / self.n)
+        i, j = torch.arange(s - t, s)[:, None], torch.arange(s)[None]
+        scores = q @ k.mT * self.d**-0.5
+        scores = scores + slopes[:, None, None] * (j - i)
+        scores = scores.masked_fill(j > i, float("-inf"))
+        sink = self.sinks[None, :, None, None].expand(b, -1, t, 1)
+        weights = torch.cat((scores, sink), -1).softmax(-1)
+        weights = weights[..., :-1]
+        return self.dense((weights @ v).transpose(1, 2).reshape(b, t, -1)), (k, v)

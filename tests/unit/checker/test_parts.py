@@ -55,6 +55,10 @@ RIGHT = {
     "SinkNTK": ["base 80000", "sliding window of 3 keys"],
     "Cosine": ["L2 norm of q and k per head", "times the exponential of `log_factor`"],
     "Talking": ["weights of heads mixed by `talk.weight`"],
+    "CachedLlama": ["rotary encoding, half-split pairs, base 10000"],
+    "CachedQwen": ["rotary encoding, neighboring pairs", "sliding window of 5 keys", "capped at 20"],
+    "CachedT5": ["T5's buckets of the past, distances up to 128", "scores multiplied by 1"],
+    "CachedBloom": ["ALiBi with slopes that are powers of two"],
 }  # fmt: skip
 
 # A class, what is replaced in it by what, and the names of the bug.
@@ -103,6 +107,35 @@ WRONG: list[tuple[str, dict[str, str], set[str]]] = [
     ("Streaming", {"first_tokens=1": "first_tokens=1, use_window=False"}, {"window-unasked"}),
     ("SinkNTK", {"ntk_alpha ** (d / (d - 2))": "ntk_alpha ** 0"}, {"rotary-base"}),
     ("Cosine", {"F.normalize(q, dim=-1), F.normalize(k, dim=-1)": "F.normalize(q, dim=-2), F.normalize(k, dim=-2)"}, {"norm-axis"}),
+    ("CachedLlama", {"self.table(past, t)": "self.table(0, t)"}, {"rotary-offset-ignored"}),
+    ("CachedLlama", {"self.rope(k, cos, sin)": "self.rope(k, *self.table(0, t))"}, {"rotary-offset-ignored"}),
+    ("CachedLlama", {"self.table(past, t)": "self.table(past + t * (past > 0), t)"}, {"rotary-offset-late"}),
+    ("CachedLlama", {"q, k = self.rope(q, cos, sin)": "v = self.rope(v, cos, sin)\n        q, k = self.rope(q, cos, sin)"}, {"rotary-on-values"}),
+    ("CachedLlama", {"q, k = self.rope(q, cos, sin), self.rope(k, cos, sin)": "pass"}, {"rotary-idle"}),
+    ("CachedLlama", {"torch.cat((past_key_value[0], k), dim=2)": "torch.cat((k, past_key_value[0]), dim=2)",
+                     "torch.cat((past_key_value[1], v), dim=2)": "torch.cat((v, past_key_value[1]), dim=2)"}, {"cache-order"}),
+    ("CachedLlama", {"torch.cat((past_key_value[1], v), dim=2)": "torch.cat((v, past_key_value[1]), dim=2)"}, {"cache-order"}),
+    ("CachedLlama", {"present = (k, v)": "present = (k, k)"}, {"cached-keys-as-values"}),
+    ("CachedLlama", {"num_heads, self.head_dim).transpose(1, 2)": "num_heads, self.head_dim).reshape(b, self.num_heads, t, -1)",
+                     "num_kv, self.head_dim).transpose(1, 2)": "num_kv, self.head_dim).reshape(b, self.num_kv, t, -1)"}, {"split-without-transpose"}),
+    ("CachedLlama", {"num_key_value_heads=2,": "num_key_value_heads=2, layer_number=3,", "inv_freq = ": "self.layer = layer_number\n        inv_freq = ",
+                     "math.sqrt(self.head_dim)": "math.sqrt(self.head_dim) / self.layer"}, {"scaled-by-setting"}),
+    ("CachedLlama", {"num_key_value_heads=2,": "num_key_value_heads=2, max_position_embeddings=12,", "inv_freq = ": "self.most = max_position_embeddings\n        inv_freq = ",
+                     "        freqs = ": "        if start + length > self.most:\n            self.inv_freq = self.inv_freq / 2\n            self.most = 10**9\n        freqs = "},
+     {"longer-call-kept"}),
+    ("CachedQwen", {"keys = k.repeat_interleave(self.h // self.g, 2)": "keys = k.repeat(1, 1, self.h // self.g, 1)"}, {"score-heads-tiled"}),
+    ("CachedQwen", {"self.rotate(q, positions)": "self.rotate(q, positions + 1)"}, {"rotary-shifted"}),
+    ("CachedQwen", {"self.k_norm(k)": "self.k_norm(k) if start_pos == 0 else k"}, {"norm-lost-in-steps"}),
+    ("CachedQwen", {"q, k = self.q_norm(q), self.k_norm(k)": "pass"}, {"norm-idle"}),
+    ("CachedQwen", {"self.q_norm(q), self.k_norm(k)": "self.k_norm(q), self.q_norm(k)"}, {"norm-misplaced", "norm-shared"}),
+    ("CachedQwen", {"* self.d**-0.5": "", "torch.tanh(scores / self.cap)": "torch.tanh(scores / self.cap) * self.d**-0.5"}, {"cap-elsewhere"}),
+    ("CachedT5", {"math.log(self.max_distance / exact)": "math.log(64 / exact)"}, {"buckets-distance"}),
+    ("CachedT5", {"self.bucket(j - i)": "self.bucket(j - (i - i[0]))"}, {"bias-offset-ignored"}),
+    ("CachedT5", {"        scores = scores + self": "        if t == s:\n            scores = scores + self"}, {"bias-lost-in-steps"}),
+    ("CachedT5", {"self.bucket(j - i)": "self.bucket(i - j)"}, {"bias-idle"}),
+    ("CachedBloom", {"(j - i)": "(j - i) * (t == s)"}, {"bias-lost-in-steps"}),
+    ("CachedBloom", {"        scores = scores + slopes[:, None, None] * (j - i)\n": ""}, {"bias-idle"}),
+    ("CachedBloom", {"torch.cat((scores, sink), -1)": "torch.cat((sink, scores), -1)"}, {"sink-column-kept"}),
 ]  # fmt: skip
 
 
@@ -251,7 +284,7 @@ class Cached(nn.Module):
         scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~torch.ones(t, s).tril(s - t).bool(), float("-inf"))
         return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), (k, v)
 """
-    for start, bugs in (("cache[0].shape[2]", []), ("0", ["positions-restart"])):
+    for start, bugs in (("cache[0].shape[2]", []), ("0", ["rotary-offset-ignored"])):
         path = tmp_path / f"cached_{len(bugs)}.py"
         code = text.replace("START", start)
         path.write_text(f"import torch\nfrom torch import nn\n{code}", encoding="utf-8")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -56,6 +57,14 @@ def rotate_other_pairs(oracle: Rotary, x: Tensor) -> Tensor:
     other = Rotary() if isinstance(oracle, Interleaved) else Interleaved()
     angles = oracle.angles()
     return other.join_pairs(*other.rotate_pair(*other.split_pairs(x), angles.cos(), angles.sin()))
+
+
+def rotate_shifted(oracle: Rotary, shift: int) -> Tensor:
+    """Rotate queries by the positions of tokens after or before them."""
+    positions = type(oracle).positions
+    shifted = override(type(oracle), positions=lambda o: positions(o) + shift)(oracle.weights, oracle.dtype)
+    shifted.__dict__.update(oracle.__dict__)
+    return cast(Rotary, shifted).rotate(oracle.x.query)
 
 
 def rotate_first_half(oracle: Rotary, rotate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -141,6 +150,8 @@ BUGS = [
     Bug("rotary-sin-cos-swapped", "whose sine and cosine are swapped", PAIR, transform(Rotary, angles=lambda o, x: math.pi / 2 - x)),
     Bug("rotary-one-position", "that gives every token the first position", "rotate token i by position i", scaled("positions", 0, Rotary)),
     Bug("rotary-queries-only", "that rotates queries and leaves keys", ALIKE, override(Rotary, rotate_key=lambda o: o.x.key)),
+    Bug("rotary-shifted", "that rotates queries as if they were a token later or earlier than keys", "a token's query and key have the same position",
+        *(override(Rotary, rotate_query=lambda o, shift=shift: rotate_shifted(o, shift)) for shift in (1, -1))),
     Bug("rotary-keys-only", "that rotates keys and leaves queries", ALIKE, override(Rotary, rotate_query=lambda o: o.x.query)),
 ]
 # fmt: on

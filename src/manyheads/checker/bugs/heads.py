@@ -103,6 +103,12 @@ def tile_value_heads(oracle: Attention, mix: Callable[[Tensor], Tensor], weights
     return mix(weights)
 
 
+def tile_score_heads(oracle: Attention, dot_product: Callable[[], Tensor]) -> Tensor:
+    """Repeat the key heads in another order than the value heads."""
+    oracle.k = tile(oracle, oracle.compute_heads("k"))
+    return dot_product()
+
+
 # fmt: off
 BUGS = [
     Bug("split-without-transpose", "whose heads are split by a reshape without a transpose", SPLIT,
@@ -151,5 +157,7 @@ BUGS = [
         override(repeat_heads=use_first_key_head)),
     Bug("value-heads-tiled", "whose value heads, unlike its key heads, are repeated in the wrong order", REPEAT,
         wrap(mix=tile_value_heads)),
+    Bug("score-heads-tiled", "whose key heads, unlike its value heads, are repeated in the wrong order", REPEAT,
+        wrap(dot_product=tile_score_heads)),
 ]
 # fmt: on

@@ -165,6 +165,27 @@ def invert_joined_masks(oracle: Attention) -> Tensor:
     return inverted if triangle is None else inverted & triangle
 
 
+# -- caches ----------------------------------------------------------------------------------------
+
+
+def put_new_first(oracle: Attention, step: Callable[[str], Tensor], role: str, roles: str) -> Tensor:
+    """Return the heads of a role, with the tokens of later steps before those of earlier ones."""
+    x = step(role)
+    if role not in roles or len(oracle.x.steps) < 2:
+        return x
+    return torch.cat(x.split(oracle.x.steps, -2)[::-1], -2)
+
+
+def take_cached(oracle: Attention, step: Callable[[str], Tensor], role: str, of: str, to: str) -> Tensor:
+    """Return the heads of a role, those of cached tokens from another role."""
+    x, steps = step(role), oracle.x.steps
+    return (
+        torch.cat((step(of)[..., : -steps[-1], :], x[..., -steps[-1] :, :]), -2)
+        if role == to and len(steps) > 1
+        else x
+    )
+
+
 # -- fully masked rows -----------------------------------------------------------------------------
 
 
@@ -204,6 +225,10 @@ BUGS = [
     Bug("causal-self-only", "whose causal mask leaves only the query's own position visible", TRIL, override(is_past=lambda o, i, j: j == i)),
     Bug("causal-by-groups", "whose causal mask counts groups of tokens, so that a token attends to later tokens of its group", TRIL,
         *(override(is_past=lambda o, i, j, n=n: j // n <= i // n) for n in (2, 3, 4))),
+    Bug("cache-order", "that puts the keys or values of a step before the cached ones, not after them", "torch.cat((cached, new), dim) for keys and for values",
+        *(wrap(compute_heads=partial(put_new_first, roles=roles)) for roles in ("kv", "v", "k"))),
+    Bug("cached-keys-as-values", "that takes its cached keys for values, or its cached values for keys", "cache and return (keys, values), in this order",
+        wrap(compute_heads=partial(take_cached, of="k", to="v")), wrap(compute_heads=partial(take_cached, of="v", to="k"))),
     Bug("masked-zero", "whose masked scores are set to 0, or nearly 0, or multiplied by the mask",
         f"a score of 0 still gets a weight (and 1e-9 is not -1e9); {BEFORE}", filled(set_to(0.0))),
     Bug("masked-one", "whose masked scores are set to 1", f"a score of 1 still gets a weight; {BEFORE}", filled(set_to(1.0))),

@@ -29,6 +29,8 @@ from manyheads.checker.parts import (
     Gate,
     Norm,
     NoWindow,
+    NullKeys,
+    OwnKeys,
     Part,
     RelativeKeys,
     Residual,
@@ -64,11 +66,18 @@ class PartBug(Bug):
         name: its name in reports.
         description: continues the sentence "attention …".
         fix: how to write it instead.
-        kind: the class of the part.
+        kind: the class of the part, or several.
         replace: returns the replacements of a part, one for each way in which code can have the bug.
     """
 
-    def __init__(self, name: str, description: str, fix: str, kind: type[Part], replace: Variants) -> None:
+    def __init__(
+        self,
+        name: str,
+        description: str,
+        fix: str,
+        kind: type[Part] | tuple[type[Part], ...],
+        replace: Variants,
+    ) -> None:
         super().__init__(name, description, fix)
         self.kind, self.replace = kind, replace
 
@@ -124,10 +133,33 @@ def rotary_bugs() -> Iterator[PartBug]:
             yield PartBug(bug.name, bug.description, bug.fix, RotaryPositions, variants)
 
 
+def on_grid(*mistakes: str) -> Variants:
+    """Return a function that returns encodings of an image's tokens with each of these mistakes."""
+    orders = [False, True]  # of rows and columns, both of which may be meant
+    return lambda part: changed(mistake=list(mistakes), columns_first=orders)(part) if part.axes else []
+
+
 def opposite(part: RotaryPositions) -> list[Replacement]:
     """Return an encoding that rotates keys the other way than queries."""
     swapped = replace(part, direction=-part.direction)
     return [(replace(part, roles=one), replace(swapped, roles=other)) for one, other in ("qk", "kq")]
+
+
+def exchanged_rest(part: RotaryPositions) -> list[Replacement]:
+    """Return an encoding whose entries that aren't rotated are those of another role."""
+
+    def encode(
+        oracle: Attention, step: Callable[..., Tensor], role: str, x: Tensor, of: str, to: str
+    ) -> Tensor:
+        x = step(role, x)
+        if role != to:
+            return x
+        other = oracle.split_heads(oracle.project(of, oracle.source(to)), oracle.count_heads(of))
+        return torch.cat((x[..., : part.size], other[..., part.size :]), -1)
+
+    if part.size == part.head_size:
+        return []
+    return [(part, Wrong(wrap(encode_heads=partial(encode, of=of, to=to)))) for of, to in ("qk", "kq", "vk")]
 
 
 def other_bases(part: RotaryPositions) -> list[Replacement]:
@@ -225,6 +257,27 @@ def changed_bias(part: Bias, *changes: Callable[[Attention, Tensor], Tensor]) ->
     return wrong(*(transform(add_bias=each) for each in add))
 
 
+def restarting_bias(part: Bias) -> list[Replacement]:
+    """Return the bias whose queries are counted from the first key in steps with a cache."""
+
+    class FromFirst(Attention):
+        def positions(self) -> tuple[Tensor, Tensor]:
+            i, j = super().positions()
+            return i - self.x.offset * (len(self.x.steps) > 1), j
+
+    def add(oracle: Attention, scores: Tensor) -> Tensor:
+        from_first = FromFirst(oracle.weights, oracle.dtype)
+        from_first.__dict__.update(oracle.__dict__)
+        return scores + part.compute(from_first) * (oracle.scale() if part.is_scaled else 1)
+
+    return wrong(transform(add_bias=add))
+
+
+def bias_of_first_step(part: Bias) -> list[Replacement]:
+    """Return the bias that steps after the first leave out."""
+    return changed_bias(part, lambda o, bias: bias * (len(o.x.steps) < 2))
+
+
 def window_index(part: TableBias) -> list[Replacement]:
     """Return the bias of a window with other factors of the distances on its axes."""
     if part.kind != "window":
@@ -234,6 +287,15 @@ def window_index(part: TableBias) -> list[Replacement]:
     usual |= {*range(1, 2 * part.window[-1] + 2)} if len(part.window) == 2 else {*natural}
     tried = product(sorted(n for n in usual if n > 0), repeat=max(len(natural) - 1, 0))
     return [(replace(part, strides=(*each, 1)),) for each in tried if [*each, 1] != natural]
+
+
+def other_distances(part: TableBias) -> list[Replacement]:
+    """Return T5's bias with other usual largest distances."""
+    return (
+        changed(max_distance=[16, 20, 32, 64, 100, 127, 128, 129, 256, 512])(part)
+        if part.kind == "buckets"
+        else []
+    )
 
 
 def shared_future(part: TableBias) -> list[Replacement]:
@@ -256,6 +318,16 @@ def bias_without_heads(part: Bias) -> list[Replacement]:
 def reshaped_bias(part: Bias) -> list[Replacement]:
     """Return the bias [t, s, h], reshaped rather than permuted to [h, t, s]."""
     return changed_bias(part, lambda o, bias: bias.movedim(0, -1).reshape(bias.shape))
+
+
+def shifted_by_own(part: OwnKeys | NullKeys) -> list[Replacement]:
+    """Return a part whose own keys stand at the other end of the keys than their entries of the mask."""
+
+    def shift(oracle: Attention, visible: Tensor) -> Tensor:
+        n = oracle.raw_scores.shape[-1] - oracle.x.s
+        return visible.roll(n if isinstance(part, OwnKeys) else -n, -1)
+
+    return [(part, Wrong(transform(combine_masks=shift)))]
 
 
 # -- norms, gates, residuals -----------------------------------------------------------------------
@@ -302,18 +374,26 @@ BUGS: list[PartBug] = [
     PartBug("rotary-on-values", "that rotates its values too", "rotate queries and keys only", RotaryPositions, changed(roles="qkv")),
     PartBug("rotary-on-width", "that rotates the whole width before it is split into heads", "split the heads first, and rotate each head",
         RotaryPositions, changed(place="width")),
+    PartBug("rotary-rest-exchanged", "whose entries that aren't rotated are those of another of q, k and v", "join each rotated part with the rest of the same tensor: torch.cat((q_rotated, q_rest), -1), and k likewise",
+        RotaryPositions, exchanged_rest),
     PartBug("rotary-along-heads", "that rotates by the number of the head rather than by the token's position",
         "the axis of positions must be the one the tokens are on: [b, h, t, d] or [b, t, h, d]", RotaryPositions, changed(place="along heads")),
     PartBug("rotary-offset-ignored", "whose rotary positions ignore the tokens in the cache",
-        "the first new token's position is the number of tokens in the cache", RotaryPositions, changed(begin=lambda o, steps: 0, moved=["q", "qk"])),
+        "the first new token's position is the number of tokens in the cache", RotaryPositions, changed(begin=lambda o, steps: 0, moved=["q", "k", "qk"])),
     PartBug("rotary-offset-late", "whose rotary positions in a step with a cache are too large by the step's own length",
-        "read the length of the cache before the step's keys are added to it", RotaryPositions, changed(begin=lambda o, steps: sum(steps), moved=["q", "k", "qk"])),
+        "read the length of the cache before the step's keys are added to it", RotaryPositions, changed(begin=[lambda o, steps: sum(steps), lambda o, steps: sum(steps) * (len(steps) > 1)], moved=["q", "k", "qk"])),
     PartBug("rotary-offset-miscounted", "whose cache doesn't count tokens but calls, or another axis such as the heads: rotary positions are wrong after the first step",
         "add the number of new tokens, the axis of k that the sequence is on", RotaryPositions, miscounted),
     PartBug("rotary-offset-trimmed", "whose rotary positions stop at its window, because they count the tokens in a cache that is cut to it",
         "keep the number of all tokens so far beside the cache", RotaryPositions, lambda part: []),
     PartBug("rotary-again", "that rotates the keys in its cache again in each step", "cache keys after they are rotated and rotate the new ones alone, or cache them before",
         RotaryPositions, changed(rotates_again=True)),
+    PartBug("rotary-grid-transposed", "whose rotary encoding takes an image's rows for columns: tokens are numbered row by row, and their coordinates column by column",
+        'token n is in row n // columns and column n % columns: torch.meshgrid(rows, columns, indexing="ij"), flattened', RotaryPositions, on_grid("transposed")),
+    PartBug("rotary-one-axis", "whose rotary encoding of an image uses one axis for both halves of the pairs", "one half turns with the row, the other with the column",
+        RotaryPositions, on_grid("rows twice", "columns twice")),
+    PartBug("rotary-prefix-misplaced", "whose rotary encoding of an image leaves out the last tokens rather than the first", "the tokens of a class and of registers come first: rotate x[:, :, prefix:]",
+        RotaryPositions, lambda part: on_grid("prefix last")(part) if part.prefix else []),
     PartBug("window-off", "whose window is too wide or too narrow, often by one key", WINDOW, Window,
         lambda part: changed(size=[part.size - 1, part.size + 1, part.size + 2, part.size // 2])(part)),
     PartBug("window-slot-empty", "whose rolling cache moves on one token too early: an empty slot stands in place of the oldest key of its window",
@@ -340,6 +420,8 @@ BUGS: list[PartBug] = [
         Norm, norm_of_wrong_token),
     PartBug("norm-again", "that normalizes the keys in its cache again in each step", "cache keys after they are normalized and normalize the new ones alone, or cache them before",
         Norm, lambda part: changed(is_repeated=True)(part) if "k" in part.roles and part.place in ("heads", "width") else []),
+    PartBug("norm-lost-in-steps", "that doesn't normalize the new queries or keys of steps with a cache", "normalize each step's queries and keys before they are cached",
+        Norm, changed(is_first_only=True)),
     PartBug("norm-shared", "that uses the scale of one norm for another one too", "give queries and keys their own norms", Norm, lambda part: []),
     PartBug("norm-on-values", "that normalizes its values too", "normalize queries and keys only", Norm,
         lambda part: [(replace(part, roles=f"{part.roles}v"),)] if part.roles in ("q", "k", "qk") and part.place != "input" else []),
@@ -354,6 +436,10 @@ BUGS: list[PartBug] = [
     PartBug("bias-reshaped", "whose relative bias is reshaped from [t, s, h] to [h, t, s] rather than permuted", "permute the axes of the table's [t, s, h] so that it is added to scores [b, h, t, s]: bias.view(t, s, h).permute(2, 0, 1)", TableBias, reshaped_bias),
     PartBug("bias-scaled", "that scales its relative bias along with the scores", RELATIVE, TableBias, changed(is_scaled=True)),
     PartBug("bias-missing", "without its relative bias", RELATIVE, TableBias, without),
+    PartBug("bias-offset-ignored", "whose relative bias ignores the tokens in the cache: it counts the queries of a step from the first key", "the query of row r of a step is at position r + the cache's length: bias[:, -t:, :]",
+        Bias, restarting_bias),
+    PartBug("bias-lost-in-steps", "without its relative bias in steps with a cache", "add the bias in steps too, for the distances from the step's queries to all keys",
+        Bias, bias_of_first_step),
     PartBug("vectors-transposed", "whose vectors of distances are those of the opposite distances", "one order of distances for the table and its index: i − j or j − i, shifted by the largest distance", RelativeKeys,
         lambda part: changed(sign=-part.sign)(part)),
     PartBug("vectors-missing", "without its vectors of distances", "add the product of queries and the vectors of distances to the scores, before the scale", RelativeKeys, without),
@@ -362,6 +448,8 @@ BUGS: list[PartBug] = [
     PartBug("buckets-bidirectional", "that uses T5's buckets of both directions in a causal layer, or those of one direction in a layer that isn't causal",
         "bidirectional=False in a causal layer (a decoder), True in others", TableBias,
         lambda part: changed(is_bidirectional=not part.is_bidirectional)(part) if part.kind == "buckets" else []),
+    PartBug("buckets-distance", "whose buckets of T5's end at another distance than its argument or its documentation says", "all distances from max_distance on share a bucket: log(distance / exact) / log(max_distance / exact)",
+        TableBias, other_distances),
     PartBug("buckets-future-shared", "whose later keys all share a bucket of T5's, whatever their distance", "take the distance without its sign before the buckets: relative_position.abs()",
         TableBias, shared_future),
     PartBug("alibi-sign", "whose ALiBi raises the scores of far keys rather than lowering them", "subtract slope · (i − j)", Alibi, changed(sign=1)),
@@ -374,6 +462,8 @@ BUGS: list[PartBug] = [
     PartBug("cap-hard", "that clamps its scores rather than capping them smoothly", CAP, Softcap,
         lambda part: wrong(transform(cap_scores=lambda o, x: x.clamp(-part.cap, part.cap)))),
     PartBug("cap-missing", "without its cap of the scores", CAP, Softcap, without),
+    PartBug("mask-beside-own-keys", "whose mask is shifted by the keys that it adds itself, because it is padded on the other side than they are on", "pad the mask where the keys are added: F.pad(mask, (0, n), value=True) if they are the last n",
+        (OwnKeys, NullKeys), shifted_by_own),
     PartBug("gate-activation", "whose gate has no sigmoid, or another activation than it says", "multiply by torch.sigmoid(gate)", Gate,
         changed(function=[*ACTIVATIONS])),
     PartBug("gate-reshaped", "whose gates [b, t, h, d] are reshaped to [b, h, t, d] without a transpose", "a reshape mixes tokens and heads: swap the second and third axis of [b, t, h, d]", Gate,

@@ -96,7 +96,9 @@ BUGS = [
     Bug("value-bias-missing", "without the bias of its value projection", ADD, without_biases("v")),
     Bug("output-bias-missing", "without the bias of its output projection", ADD, without_biases("o")),
     Bug("biases-missing", "without any of its biases", ADD, without_biases("qkvo")),
-    Bug("biases-exchanged", "whose query and value biases are swapped", OWN, redirect("bias", q="v", v="q")),
+    Bug("biases-exchanged", "whose biases of queries, keys and values are added to others of them", OWN,
+        *(redirect("bias", **roles) for roles in (
+            {"q": "v", "v": "q"}, {"k": "v", "v": "k"}, {"q": "k", "k": "q"}, {"q": "k", "k": "v", "v": "q"}, {"q": "v", "k": "q", "v": "k"}))),
     Bug("output-bias-twice", "whose output bias is added twice", "add it once; nn.Linear adds its own", transform(project_output=add_output_bias)),
     Bug("weight-transposed", "whose projections use their weights transposed",
         "nn.Linear computes x @ weight.T: transpose the weight, or call the layer",

@@ -93,6 +93,8 @@ BUGS = [
                    lambda o: ((1 + 2 * count_key_heads(o) / o.q.shape[1]) * o.q.shape[-1]) ** -0.5)),
     Bug("scale-hard-coded", "whose scale is that of heads of another size, such as 1/8 for 64", WIDTH,
         *scaled_by(*(lambda o, size=size: size**-0.5 for size in (32, 64, 128, 256)))),
+    Bug("scaled-by-setting", "whose scores are multiplied or divided by another number of its constructor too, such as that of the layer",
+        "undo it before the softmax if it only keeps numbers in range"),
     Bug("scale-ignored", "that ignores the scale it is given", "multiply the scores by the scale of the call, where there is one",
         override(scale=lambda o: o.default_scale())),
     Bug("scale-doubled", "that multiplies by the scale it is given and by 1/√d too", "the scale of the call replaces 1/√d",

@@ -15,7 +15,7 @@ from manyheads.checker.candidates import names
 from manyheads.checker.candidates.adapter import Adapter, B, D, Options, S, T
 from manyheads.checker.candidates.construct import PROJECTED
 from manyheads.checker.candidates.documentation import counts_from_start
-from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
+from manyheads.checker.candidates.errors import ALONE, Unclear, UnexpectedOutput
 from manyheads.checker.candidates.forms import SEGMENTS, WEIGHT_LAYOUTS, AngleForm, MaskForm, rearrange
 from manyheads.checker.candidates.parameters import NAME_WEIGHTS, find_projections, input_widths, randomize
 from manyheads.checker.candidates.roles import MASKS, ROLES, Role, may_be_tensor, read_roles
@@ -34,7 +34,7 @@ from manyheads.checker.oracle import (
     exact,
     largest_difference,
 )
-from manyheads.checker.parts import NoWindow, Window
+from manyheads.checker.parts import NoWindow, Window, divide_grid
 from manyheads.shapes import sizes
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ TRIED = "trial calls"
 ANGLES = {"cos-sin", "cos", "sin", "angles"}  # roles of a rotary encoding's cosines and sines
 PLACES = {"positions", "start"}  # roles of arguments that say where the tokens are
 POSITIONS = PLACES | ANGLES
+GRIDS = {"grid", "rows", "columns"}  # roles of arguments that say how many rows and columns tokens have
+EXTRA = 7.0  # entries of tokens that don't attend
 
 
 class AttentionAdapter(Adapter):
@@ -79,6 +81,9 @@ class AttentionAdapter(Adapter):
         self.prepare: Make = lambda b: ()  # the calls before each call, for a batch of this size
         self.grid = ""  # the layout of x if it is one sequence, an image or a video, such as "[b, e, h, w]"
         self.count: int | None = None  # the number of tokens, if its constructor fixes it
+        self.images: list[tuple[int, int]] = []  # the rows and columns of images that calls take
+        self.prefix = 0  # how many tokens are before those of a grid whose size is passed
+        self.extra = 0  # how many tokens follow those that attend, if their number is passed
         self.angle_order = ("cos", "sin")  # of a tuple of both
         self.counts_tokens = False  # whether positions are counted without padding
         self.has_positions = False  # whether its outputs depend on the order of tokens
@@ -189,7 +194,8 @@ class AttentionAdapter(Adapter):
             reason = str(error).splitlines()[0].rstrip(".")
             raise Unclear(
                 f"The weights of {self.description.name} ({shapes}, {weights.heads} heads) don't fit "
-                f"together ({reason}). Give --heads N. {NAME_WEIGHTS}."
+                f"together ({reason}). Give --heads N. {NAME_WEIGHTS}. Perhaps it has projections of "
+                f"several sequences. {ALONE}."
             ) from None
 
     def read_weights(self) -> Weights:
@@ -281,11 +287,16 @@ class AttentionAdapter(Adapter):
         s: int | None = None,
         *,
         key_heads: int | None = None,
+        count: int | None = None,
     ) -> Inputs:
-        """Return random inputs without masks. In self-attention, `s` is ignored and equals `t`."""
+        """Return random inputs without masks. In self-attention, `s` is ignored and equals `t`.
+
+        A fixed number of tokens takes the place of both, or another such number, `count`.
+        """
+        count = count or self.count
         crosses = "cross" in self.features
         b = 1 if self.is_single else b
-        t, s = (self.count, self.count) if self.count else (t, s)
+        t, s = (count, count) if count else (max(t, self.prefix + 1), s)
         s = s if crosses and s is not None else t
         if self.always_causal and (self.weights is None or not self.counts_from_start):
             s = max(s, t)  # fewer keys would leave queries without any
@@ -448,6 +459,10 @@ class AttentionAdapter(Adapter):
             letters += [self.angle_form.letters] if self.angle_form else []
             is_shared = not all("b" in each for each in letters)
             calls["positions"] = self.place(x, (steps[:1] if is_shared else steps).cumsum(1).expand(x.b, -1))
+        if GRIDS & arguments:  # two rows
+            calls["grid"] = self.draw(g, b, self.prefix + 6)
+        for rows, columns in self.images[1:]:
+            calls[f"grid ({rows} × {columns})"] = self.draw(g, b, count=rows * columns)
         if "scale" in features:
             calls["scale"] = self.draw(g, b, t, s).but(scale=0.3)
         if "softcap" in features:
@@ -480,12 +495,13 @@ class AttentionAdapter(Adapter):
         """
         roles, dtype = self.arguments, x.query.dtype
         groups, default_scale = x.query.shape[1] // x.key.shape[1], x.query.shape[-1] ** -0.5
-        rows = largest_divisor(x.t)
+        rows, columns = divide_grid(x.t - self.prefix)
         module = {"training": False, "layer_idx": 0, "is_causal": False, "sinks": None}
         module |= {"num_key_value_groups": groups, "scaling": default_scale}
+        queries = self.to_layout(self.add_extra(x.query))
         values = {
-            "query": self.to_layout(x.query),
-            "x": self.to_layout(x.query),
+            "query": queries,
+            "x": queries,
             "key": self.to_layout(x.key),
             "value": self.to_layout(x.value),
             "bias": x.bias,
@@ -496,7 +512,12 @@ class AttentionAdapter(Adapter):
             "sink": x.sink,
             "softcap": x.softcap,
             "rows": rows,
-            "columns": x.t // rows,
+            "columns": columns,
+            "grid": (rows, columns),
+            "length": x.t,
+            "query-length": x.t,
+            "batch": x.b,
+            "layer": 0,
             "window": None if x.window is None else x.window[0] + self.window_size,
             "grouped": x.query.shape[1] != x.key.shape[1] or None,
             "module": {"__namespace__": module},
@@ -529,6 +550,22 @@ class AttentionAdapter(Adapter):
         args = tuple(kwargs.pop(name) for name in takewhile(kwargs.__contains__, self.positional))
         options.setdefault("dtype", dtype if dtype != torch.float32 else None)
         return Call(args=args, kwargs=kwargs, before=before, **options)
+
+    def add_extra(self, queries: Tensor, value: float = EXTRA) -> Tensor:
+        """Return queries `[b, t, e]`, followed by the tokens that don't attend, with this value."""
+        return torch.nn.functional.pad(queries, (0, 0, 0, self.extra), value=value) if self.extra else queries
+
+    def remove_extra(self, out: Tensor, x: Inputs) -> Tensor:
+        """Return outputs without those of tokens that don't attend, which may be left out, too."""
+        rest = out[:, x.t :] if out.dim() == 3 else out[:, :0]
+        if not self.extra or not rest.numel():
+            return out
+        if not torch.equal(rest, torch.full_like(rest, EXTRA)):
+            raise UnexpectedOutput(
+                f"Expected the tokens after the first {x.t}, which {self.arguments['query-length']} counts, "
+                "to be returned as they are"
+            )
+        return out[:, : x.t]
 
     def _positions(self, x: Inputs) -> dict[str, Any]:
         """Return the values of a call, by role, that say where its tokens are."""
@@ -611,8 +648,8 @@ class AttentionAdapter(Adapter):
 
     def grid_sizes(self, t: int) -> list[int]:
         """Return the sizes of these axes for t tokens."""
-        h = largest_divisor(t)
-        return [{"h": h, "w": t // h, "t": t}.get(axis, 1) for axis in self.grid_axes]
+        h, w = next((each for each in self.images if math.prod(each) == t), divide_grid(t))
+        return [{"h": h, "w": w, "t": t}.get(axis, 1) for axis in self.grid_axes]
 
     def sequence_paths(self, call: Call) -> dict[str, tuple[str, ...]]:
         """Return the roles of each sequence by its path in a call: the tensors to differentiate."""
@@ -644,7 +681,7 @@ class AttentionAdapter(Adapter):
         if not tensors:
             raise UnexpectedOutput(f"Expected a tensor as output, got {type(output).__name__}")
         first, *others = tensors
-        out, h, width = self.from_layout(first), self.heads, x.value.shape[-1]
+        out, h, width = self.remove_extra(self.from_layout(first), x), self.heads, x.value.shape[-1]
         expected = (x.b, h, x.t, width) if self.weights is None else (x.b, x.t, self.weights.out_width)
         if self.kind == "hf" and tuple(out.shape) == (x.b, x.t, h, width):
             out = out.transpose(1, 2)
@@ -726,8 +763,3 @@ class AttentionAdapter(Adapter):
         """Return True if the right outputs with and without a mask differ."""
         outs = [self.ignore_padding(x, self.exact(y)).out for y in (x, without)]
         return largest_difference(*outs) > 2 * allowed
-
-
-def largest_divisor(t: int) -> int:
-    """Return the number of rows of a grid of t tokens that is as square as possible."""
-    return max((n for n in range(1, math.isqrt(t) + 1) if t % n == 0), default=1)

@@ -490,7 +490,10 @@ def cache_sizes(adapter: AttentionAdapter) -> tuple[int, int]:
 
 
 def fill(adapter: AttentionAdapter, arguments: tuple[Argument, ...], b: int) -> dict[str, Any] | None:
-    """Return the required arguments of a cache for b sequences, or None if one of them isn't known."""
+    """Return the required arguments of a cache for b sequences, or None if one of them isn't known.
+
+    Those that aren't sizes of a cache have the values that the candidate itself was built with.
+    """
     heads, head_size = cache_sizes(adapter)
     sizes = {
         "the batch": b,
@@ -505,7 +508,20 @@ def fill(adapter: AttentionAdapter, arguments: tuple[Argument, ...], b: int) -> 
         meaning, _ = names.constructor_value(argument.name)
         others = {"dtype": torch.float32, "device": "cpu", "num_layers": 1, "n_layers": 1}
         filled[argument.name] = sizes.get(meaning, others.get(argument.name))
+        if filled[argument.name] is None:
+            filled[argument.name] = find_setting(adapter, argument.name)
     return None if None in filled.values() else filled
+
+
+def find_setting(adapter: AttentionAdapter, name: str) -> Any:
+    """Return the candidate's setting of this name, also if both are other names of a window; None without."""
+    description = adapter.description
+    settings = {arg.name: arg.default for arg in description.init or ()} | adapter.init
+    settings |= {path.rpartition(".")[2]: value for path, value in description.settings.items()}
+    settings |= description.attributes
+    windows = [key for key in settings if names.WINDOW.fullmatch(key)] if names.WINDOW.fullmatch(name) else []
+    values = (settings.get(key) for key in (name, *windows))
+    return next((value for value in values if value is not None), None)
 
 
 def filled_caches(adapter: AttentionAdapter, arguments: list[str]) -> Iterator[Cache]:

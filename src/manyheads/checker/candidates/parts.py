@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from manyheads.checker.candidates.adapter import D, S
-from manyheads.checker.candidates.attention import POSITIONS, SEQUENCES, AttentionAdapter
+from manyheads.checker.candidates.attention import GRIDS, POSITIONS, SEQUENCES, AttentionAdapter
 from manyheads.checker.candidates.documentation import documented_mechanism, parse, read_mask
-from manyheads.checker.candidates.errors import UnexpectedOutput
+from manyheads.checker.candidates.errors import ALONE, UnexpectedOutput
 from manyheads.checker.candidates.forms import KEY_MASKS, NUMBERS
 from manyheads.checker.candidates.parameters import GATES, GATES_BIAS
 from manyheads.checker.encodings import Interleaved, Rotary
@@ -63,6 +63,7 @@ Kind = TypeVar("Kind", bound=Part)
 LOOSE = 1e-3  # relative error before eps is known
 EPS = (1e-6, 1e-5, 1e-8, 1e-12, torch.finfo(torch.float32).eps, 0.0)
 BASES = (10000.0, 500000.0, 1000000.0)
+AXES = ("first", "halves", "alternating")  # of rotary encodings of images
 KINDS = [("RMS", False), ("layer", False), ("RMS", True), ("L2", False), ("layer", True), ("L2", True),
          ("none", False)]  # of norms, and whether their factor is 1 plus a parameter  # fmt: skip
 SEED = 71
@@ -78,8 +79,13 @@ COUNTS_ITSELF = (
 )
 UNSCALED = "as usual with a learned bias or factor"
 NO_SINK = -1e4
+WINDOWS = r"window|\bws\b"  # names of the sizes of windows of images
 COSINES = r"(?i:cosine|l2)|F\.normalize"  # in code or documentation of scores that are cosines
 QUERY_KEY_NORM = re.compile(r"(^|[._])(qk?|k|query|key)_?(norm|scale|gamma|ln|layernorm)", re.I)
+NAMED_QUERY_KEY_NORM = re.compile(  # in code or documentation
+    rf"{COSINES}|(?i:\bq_?k_?norm|\b(?:q|k|query|key)_?norm|"
+    r"norm\w*\((?:q|k|query|key)\b|norm\w* of (?:the )?quer)"
+)
 POSITION_TABLE = re.compile(r"rel|pos|bias_table|slope", re.I)
 
 
@@ -100,17 +106,19 @@ def find_parts(adapter: AttentionAdapter) -> None:
     if adapter.attempt(adapter.draw(torch.Generator().manual_seed(SEED), t=longer, s=longer)) is not None:
         adapter.length = longer  # a block may be the longest text
     add_idle_scales(adapter)
-    if adapter.unknown or select(adapter.parts, RotaryPositions) or POSITIONS & set(adapter.arguments):
+    if adapter.unknown:
         return
     used = {path for part in adapter.parts for path in part.paths}
+    has_positions = bool(select(adapter.parts, RotaryPositions)) or bool(POSITIONS & set(adapter.arguments))
     for path, values in ({} if adapter.weights is None else adapter.weights.other).items():
         is_table = adapter.kind == "self" and adapter.heads in values.shape and values.dim() > 1
+        is_table = is_table and not has_positions
         if path not in used and (QUERY_KEY_NORM.search(path) or (is_table and POSITION_TABLE.search(path))):
             adapter.unjudged[path] = (
                 f"`{path}` {sizes(values)} has no effect: other values of it give the same outputs. "
                 "If it isn't used, delete it in a subclass and check that."
             )
-    for path, name in adapter.description.layers.items():
+    for path, name in () if has_positions else adapter.description.layers.items():
         if path and re.search(r"rotary|rope", name, re.I):
             adapter.unjudged[path] = (
                 f"`{path}` ({name}) has no effect: the output is that of attention without rotary encoding. "
@@ -171,6 +179,11 @@ class Numbers:
         arguments |= {arg.name: arg.default for arg in description.call}
         named = {**arguments, **description.settings, **description.attributes}
         self.named = {name: x for name, x in named.items() if type(x) in (int, float)}
+        self.pairs = {
+            name: (x[0], x[1])
+            for name, x in named.items()
+            if isinstance(x, tuple | list) and [*map(type, x)] == [int, int]
+        }
         self.given = {name for name in (*arguments, *description.settings) if name in self.named}
         nodes = [node for node in ast.walk(parse(description.source)) if isinstance(node, ast.Constant)]
         constants = [float(node.value) for node in nodes if isinstance(node.value, int | float)]
@@ -181,6 +194,11 @@ class Numbers:
         """Return the numbers whose names match, only those that a caller sets if `given`."""
         names = self.given if given else self.named
         return {name: x for name, x in self.named.items() if name in names and re.search(pattern, name, re.I)}
+
+    def pairs_like(self, pattern: str) -> list[tuple[int, int]]:
+        """Return the pairs of numbers whose names match; one number stands for two equal ones."""
+        found = [x for name, x in self.pairs.items() if re.search(pattern, name, re.I)]
+        return found + [(int(x), int(x)) for x in self.named_like(pattern).values() if x == int(x)]
 
     def all(self) -> set[float]:
         """Return all numbers."""
@@ -193,7 +211,9 @@ class Search:
     def __init__(self, adapter: AttentionAdapter) -> None:
         self.adapter, self.numbers = adapter, Numbers(adapter)
         self.generator = torch.Generator().manual_seed(SEED)
+        self.only_named = False  # whether to try only encodings and norms that code or documentation name
         self.size = adapter.weights.head_size if adapter.weights is not None else D
+        self.windows: list[ShiftedWindow] = []  # of an image, in all variants
         self.groups: dict[str, list[str]] = {}
         for path in () if adapter.weights is None else adapter.projections.unused:
             self.groups.setdefault(group_of(path), []).append(path)
@@ -272,7 +292,8 @@ class Search:
         window = None if visible is None else self.find_window(visible)
         adapter.has_positions = self.positions_matter(min(t, 6) if window is None else min(6, window.size))
         effective = self.find_effective(*calls[0])
-        inside: Parts = self.shifted_window() if window is None else (window,)
+        insides = (self.shifted_windows() or [()]) if window is None else [(window,)]
+        inside: Parts = insides[0]
         outer, found_around = self.find_surroundings()
         rest = [group for group in effective if group not in outer]
         surroundings: list[tuple[int, Parts]] = []
@@ -280,7 +301,12 @@ class Search:
         def candidates() -> Iterator[tuple[int, Parts]]:
             for n, around in islice(found_around, 12):
                 surroundings.append((n, around))
-                yield from ((n, around + parts + inside) for parts in self.score_parts(rest))
+                yield from (
+                    (n, around + parts + each)
+                    for parts in self.score_parts(rest)
+                    for each in insides
+                    if fits_windows(parts, each)
+                )
             yield from ((0, parts) for parts in self.with_more_keys(effective, inside))
 
         readings = adapter.readings
@@ -289,7 +315,8 @@ class Search:
                 continue  # of a layer without a norm, a residual connection is a bug
             if self.has_idle_norm(found, effective) or self.error(found, readings[n], calls) > LOOSE:
                 continue
-            if self.confirm(self.refine(found, readings[n]), n):
+            refined = self.refine(found, readings[n])
+            if any(self.confirm(each, n) for each in self.window_variants(refined)):
                 self.add_stated_parts()
                 return
         self.describe_unknown(effective, outer, surroundings, inside or self.stated_window())
@@ -319,16 +346,34 @@ class Search:
         """Return the window that a caller sets, if there is one."""
         return tuple(Window(size, first=self.count_first()) for size in self.window_sizes()[:1])
 
-    def shifted_window(self) -> Parts:
-        """Return the shifted window that a caller sets, if tokens are the pixels of an image."""
-        named, axes = self.numbers.named_like, self.adapter.grid_axes
-        shifts = [int(x) for x in named(r"shift").values() if x >= 1]
-        sizes = [int(x) for x in named(r"window|\bws\b").values() if x > 1]
-        if not (shifts and sizes and self.adapter.count) or axes != ["h", "w"]:
-            return ()
-        rows, columns = self.adapter.grid_sizes(self.adapter.count)
-        fill = -100.0 if re.search(r"-100(?:\.0?)?\b", self.adapter.description.source) else -math.inf
-        return (ShiftedWindow((rows, columns), sizes[0], shifts[0], fill),)
+    def shifted_windows(self) -> list[Parts]:
+        """Return the windows, perhaps shifted, that a caller sets, if tokens are the pixels of images."""
+        if not self.adapter.images:
+            return []
+        [size, *_] = self.numbers.pairs_like(WINDOWS)
+        shifts = self.numbers.pairs_like(r"shift")
+        shifts = [pair for pair in dict.fromkeys([*shifts, (0, 0)]) if max(pair) < max(size)]
+        fills = re.findall(r"(?<![\w.])-(?:100(?:\.0?)?|1e\d)\b", self.adapter.description.source)
+        fill, images = min(map(float, fills), default=-math.inf), tuple(self.adapter.images)
+        # Which of these variants it is, only images show that windows don't divide.
+        turns_off = re.search(r"shift\w*(?:\[\w+\])? *= *\(?0", self.adapter.description.source)
+        rolls = (False, True) if turns_off else (True, False)
+        padded = ((False, True), rolls) if len(images) > 1 else ((False,), (True,))
+        variants = product(shifts, *padded)
+        found = [ShiftedWindow(images, size, shift, fill, (0, 1), *each) for shift, *each in variants]
+        firsts: dict[tuple[int, int], Parts] = {each.shift: (each,) for each in reversed(found)}
+        self.windows = found
+        return [firsts[shift] for shift in shifts]
+
+    def window_variants(self, parts: Parts) -> Iterator[Parts]:
+        """Yield the parts with each variant of the windows of an image that has the same shift."""
+        if not (windows := select(parts, ShiftedWindow)):
+            yield parts
+        for window in (each for each in self.windows if windows and each.shift == windows[0].shift):
+            tables = (
+                replace(x, within=window) if isinstance(x, TableBias) and x.within else x for x in parts
+            )
+            yield tuple(window if isinstance(x, ShiftedWindow) else x for x in tables)
 
     def count_first(self) -> int:
         """Return the number of first tokens that a window always shows, as a caller sets it."""
@@ -381,7 +426,7 @@ class Search:
             readings = [replace(w, sink=torch.full_like(sink, NO_SINK)) for w in readings if w is not None]
         try:
             x = adapter.draw(self.generator, 3, 1, 1)
-            if adapter.count:  # equal tokens instead of one
+            if adapter.count or adapter.prefix:  # equal tokens instead of one
                 x = adapter.replace_sequences(x, query=x.query[:, :1].expand_as(x.query))
             calls = [(x, self.run(x))]
             outer = self.find_effective(*calls[0])
@@ -409,11 +454,14 @@ class Search:
         adapter, before = self.adapter, self.adapter.packings
         adapter.parts, adapter.packings = parts, before[n:] + before[:n]
         lengths = [7, 4, 9]
+        if GRIDS & set(adapter.arguments):  # several rows and columns
+            lengths += [adapter.prefix + 6, adapter.prefix + 12]
+        counts = {n: math.prod(image) for n, image in enumerate(adapter.images)}
         for table in select(parts, TableBias):
             lengths += [table.max_distance + 5] if table.kind == "buckets" else []
             lengths += [max(adapter.parameters[table.path].shape) + 5] if table.kind == "distances" else []
-        for t in lengths:
-            x = adapter.draw(self.generator, 2, t, t + 1)
+        for n, t in enumerate(lengths):
+            x = adapter.draw(self.generator, 2, t, t + 1, count=counts.get(n))
             outputs = adapter.attempt(x) if t > 9 else adapter.run(x)
             if outputs is None:  # longer than its table
                 continue
@@ -447,10 +495,15 @@ class Search:
         if not around or any(self.shape(group) in inner for group in outer):
             # Something is wrong with one token. Leave norms of queries and keys to the scores.
             outer = [group for group in outer if self.shape(group) not in inner]
-            idle = [group for group in self.groups if group not in (*effective, *outer)]
-            outer += [group for group in idle if self.shape(group) == (adapter.widths[0],)]
+            # One token shows no part if it has no weight, as beside a sink whose column is kept.
+            hidden = [
+                group for group in self.groups if group not in ([] if not around else effective) + outer
+            ]
+            hidden = [group for group in hidden if not self.names_query_or_key(group)]
+            outer += [group for group in hidden if self.shape(group) == (adapter.widths[0],)]
             around = list(islice(self.surroundings(outer), MOST_PLAUSIBLE // 2)) or [()]
         rest = [group for group in self.groups if group not in outer]
+        self.only_named = True
         scores = list(islice(self.score_parts(rest), MOST_PLAUSIBLE)) or [()]
         pairs = islice(ranked([scores, [*dict.fromkeys(around)]]), MOST_PLAUSIBLE)
         sets = [outside + parts + inside for parts, outside in pairs]
@@ -542,9 +595,15 @@ class Search:
             return
         likely = "RMS" if re.search("rms", owner, re.I) else "layer" if bias or "LayerNorm" in owner else ""
         if not owner:
-            code = self.adapter.description.source
-            is_l2 = re.search(r"F\.normalize|functional\.normalize|l2|cosine", code, re.I)
-            likely = "L2" if is_l2 else "none"
+            code = re.sub(
+                r"\b(?:RMS|Layer)Norm\b", "", self.adapter.description.source
+            )  # of other parameters
+            words = {
+                "L2": r"normalize\(|l2|cosine",
+                "RMS": r"rms|rsqrt",
+                "layer": r"layer_norm|\.(?:var|std)\(",
+            }
+            likely = next((kind for kind, word in words.items() if re.search(word, code, re.I)), "none")
         adds_one = float(self.adapter.parameters[scale].mean()) < 0.5  # a scale that begins at 0
         kinds = sorted(KINDS, key=lambda each: (each[0] != likely, each[1] != adds_one))
         for (kind, plus_one), (place, roles) in product(kinds, places):
@@ -596,7 +655,9 @@ class Search:
         """Yield sets of parts of the scores that use these groups of parameters, the likely ones first."""
         slots: list[list[Parts]] = [[(part,) for part in self.score_options(group)] for group in groups]
         slots += [[(), *self.plain_norms()], self.encodings(), self.cap_options()]
-        slots += [[(), *((scale,) for scale in self.scales())]]
+        scales = self.scales()
+        is_stated = self.only_named and any(x.reason in ("as documented", "as in T5") for x in scales)
+        slots += [[*([] if is_stated else [()]), *((scale,) for scale in scales)]]
         for chosen in ranked(slots):
             parts = tuple(part for each in chosen for part in each)
             if not is_plausible(parts):
@@ -625,7 +686,8 @@ class Search:
         h, g, d = weights.heads, weights.key_heads, self.size
         shape, path = weights.other[paths[0]].shape, paths[0]
         n = weights.other[path].numel()
-        roles = list(dict.fromkeys([*self.names_query_or_key(group), "qk", "q", "k"]))
+        named = self.names_query_or_key(group)
+        roles = named if len(named) == 1 else ["qk", "q", "k"]
         wide = [role for role in roles if n == (g if role == "k" else h) * d > d]
         places = [("heads", role) for role in roles if n in (1, d)]
         if n in self.adapter.widths[:2] and "cross" in self.adapter.features:
@@ -646,12 +708,14 @@ class Search:
         if n == h * h and len(shape) >= 2 and shape[0] == h:
             yield from (HeadMixing(path, "scores", is_transposed) for is_transposed in (False, True))
         if len(shape) >= 2 and h in shape and len(paths) == 1:
+            for within in (each for [each] in self.shifted_windows() if isinstance(each, ShiftedWindow)):
+                if math.prod(2 * size - 1 for size in within.size) * h == n:
+                    yield TableBias(path, "window", window=within.size, within=within)
             shifts = [int(x) for x in self.numbers.named_like(r"shift").values()]
-            for window in factorize(self.adapter.count or 0):
-                if math.prod(2 * n - 1 for n in window) * h == n:
-                    yield from (
-                        TableBias(path, "window", window=window, shift=shift) for shift in [*shifts[:1], 0]
-                    )
+            for first, shift in product((0, 1), [*shifts[:1], 0]):  # a class token may be first
+                for window in factorize(max(0, (self.adapter.count or 0) - first)):
+                    if (math.prod(2 * size - 1 for size in window) + 3 * first) * h == n:
+                        yield TableBias(path, "window", window=window, shift=shift, first=first)
             if len(shape) > 2 and shape[-1] == shape[-2]:
                 yield TableBias(path, "positions")
             elif len(shape) == 2:
@@ -672,7 +736,7 @@ class Search:
     def plain_norms(self) -> Iterator[Parts]:
         """Yield norms of q and k without parameters, if the code has a norm."""
         text = self.adapter.description.source + self.adapter.text
-        if re.search(r"norm", text, re.I):
+        if re.search(r"norm", text, re.I) and (not self.only_named or NAMED_QUERY_KEY_NORM.search(text)):
             if re.search(f"{COSINES}|qk_?norm", text, re.I):
                 yield (Norm("L2"),)
             yield (Norm("RMS"),)
@@ -682,13 +746,15 @@ class Search:
         """Return the encodings of positions without parameters, the likely ones first."""
         text = self.adapter.description.source + self.adapter.text
         has_angles = re.search(r"rotary|rope\b|cos\b|polar", text, re.I)
-        if not (self.adapter.has_positions or has_angles or re.search(r"alibi", text, re.I)):
+        has_slopes = re.search(r"alibi|slope", text, re.I)
+        is_named = has_angles or re.search(r"alibi", text, re.I)
+        if not (is_named or (self.adapter.has_positions and not self.only_named)):
             return [()]
         partial = [
             int(x if type(x) is int else x * self.size)
             for x in self.numbers.named_like(r"rot|rope|partial|pct|percent").values()
         ]
-        sizes = [n for n in dict.fromkeys([self.size, *partial]) if 2 <= n <= self.size and n % 2 == 0]
+        sizes = [n for n in dict.fromkeys([*partial, self.size]) if 2 <= n <= self.size and n % 2 == 0]
         pairs: list[type[Rotary]] = [Rotary, Interleaved]
         if re.search(r"::2|complex|interleav", text):
             pairs.reverse()
@@ -705,21 +771,49 @@ class Search:
             bases = scaled + bases * (not scaled or "dynamic" in text.lower())
         scaling = self.numbers.named_like(r"factor|scaling", given=True).values()
         factors = [1.0, *(y for x in scaling if x not in (0, 1) for y in (1 / x, x))]
-        computed = product((1, -1), bases or BASES, factors, sizes, pairs)
+        bases = bases or sorted(BASES, key=lambda base: base not in self.numbers.unnamed)
+        computed = product((1, -1), bases, factors, sizes, pairs)
         rotary: list[Parts] = [
             (RotaryPositions(pair, n, self.size, base, factor, direction),)
             for direction, base, factor, n, pair in computed
         ]
-        before_scale = r"(?:alibi|slope|bias)[^.;]*\bbefore (?:the )?(?:scores are )?scal(?:e|ed|ing)\b"
+        before_scale = (
+            r"(?:alibi|slope|bias)[^.;]*\b(?:before (?:the )?(?:scores are )?scal(?:e|ed|ing)|"
+            r"(?:scaled|divided) (?:by|like|with|along))\b"
+        )
         is_scaled = re.search(before_scale, text, re.I) is not None
+        if has_angles:
+            rotary = [*self.grid_encodings(bases or BASES, factors, sizes, pairs), *rotary]
         alibi: list[Parts] = [(Alibi(is_symmetric=not self.adapter.always_causal, is_scaled=is_scaled),)]
-        found = alibi + rotary if re.search(r"alibi|slope", text, re.I) else rotary + alibi
+        if self.only_named:
+            return [*(alibi if has_slopes else []), *(rotary if has_angles else []), ()]
+        found = alibi + rotary if has_slopes else rotary + alibi
         return [*found, ()] if self.adapter.has_positions and has_angles else [(), *found]
+
+    def grid_encodings(
+        self, bases: Iterable[float], factors: list[float], sizes: list[int], pairs: list[type[Rotary]]
+    ) -> Iterator[Parts]:
+        """Yield the rotary encodings of the tokens of an image, by their rows and columns."""
+        text = self.adapter.description.source + self.adapter.text
+        is_image = GRIDS & set(self.adapter.arguments) or self.adapter.grid_axes == ["h", "w"]
+        if not (is_image or re.search(r"axial|\b2-?d\b", text, re.I)):
+            return
+        centered = (True, False) if re.search(r"math\.pi|torch\.pi|np\.pi", text) else (False,)
+        orders = product((1, -1), bases, factors, sizes, (False, True), centered, AXES, pairs)
+        for direction, base, factor, n, columns_first, is_centered, axes, pair in orders:
+            if n % 4 == 0 and not (axes == "halves" and pair is Interleaved):
+                yield (
+                    RotaryPositions(pair, n, self.size, base, factor, direction, axes=axes,
+                                    columns_first=columns_first, prefix=self.adapter.prefix,
+                                    is_centered=is_centered),
+                )  # fmt: skip
 
     def cap_options(self) -> list[Parts]:
         """Return the caps that scores may have, and none: last if a caller sets one."""
         stated, found = self.stated_caps(), [*self.numbers.named_like(r"cap|clip").values()]
-        if "tanh" in self.adapter.description.source:
+        if stated:
+            found = stated
+        elif "tanh" in self.adapter.description.source:
             found += [x for x in self.numbers.unnamed if x > 1]
         caps: list[Parts] = [(Softcap(float(x)),) for x in dict.fromkeys(found) if x > 0]
         return [*caps, ()] if stated else [(), *caps]
@@ -799,6 +893,11 @@ def ranked(slots: list[list[Choice]]) -> Iterator[tuple[Choice, ...]]:
     yield from islice((chosen for total in totals for chosen in with_sum(slots, total)), MOST_SETS)
 
 
+def fits_windows(parts: Parts, inside: Parts) -> bool:
+    """Return True unless a table of distances in windows is that of other windows."""
+    return all(table.within in (None, *inside) for table in select(parts, TableBias))
+
+
 def has_outer_norm(parts: Parts) -> bool:
     """Return True if one of the parts is a norm of the input or the output, as in a block."""
     return any(norm.place in ("input", "output") for norm in select(parts, Norm))
@@ -837,10 +936,7 @@ def remove_parameters(description: Description, init: Mapping[str, Any], paths: 
     owners = list(dict.fromkeys(path.rpartition(".")[0] for path in paths))
     is_name = all(part.isidentifier() for owner in owners for part in owner.split("."))  # "" is the class
     if not is_name or not all("Norm" in description.layers.get(owner, "") for owner in owners):
-        return (
-            "To judge the attention alone, check a module or a function without the rest, such as "
-            "f(q, k, v, mask) of heads [b, h, t, d] with --like attention"
-        )
+        return ALONE
     statements = [f"self.{owner} = torch.nn.Identity()" for owner in owners]
     if description.type != "class":
         code = "; ".join(statements).replace("self.", "module.")

@@ -18,13 +18,13 @@ import torch
 
 from manyheads.checker.candidates import documentation, forms, names
 from manyheads.checker.candidates.adapter import Adapter, B, Options, S, T
-from manyheads.checker.candidates.attention import ANGLES, POSITIONS, SEQUENCES, AttentionAdapter
+from manyheads.checker.candidates.attention import ANGLES, GRIDS, POSITIONS, SEQUENCES, AttentionAdapter
 from manyheads.checker.candidates.caches import find_cache, prepare_calls
 from manyheads.checker.candidates.construct import fill_arguments, has_implementations
 from manyheads.checker.candidates.encoding import RotaryAdapter, TableAdapter
-from manyheads.checker.candidates.errors import Unclear, UnexpectedOutput
+from manyheads.checker.candidates.errors import ALONE, Unclear, UnexpectedOutput
 from manyheads.checker.candidates.masks import fill_required_masks, find_masks
-from manyheads.checker.candidates.parts import find_parts
+from manyheads.checker.candidates.parts import WINDOWS, Numbers, find_parts
 from manyheads.checker.candidates.roles import (
     CACHES,
     MASKS,
@@ -109,6 +109,8 @@ def resolve_roles(
         raise Unclear(
             f"Nothing says for certain what {taken} of {description.name} are, and trial calls accept "
             f"{'several ways' if accepted else 'no way'} to pass them. Give {' or '.join(given)}."
+            + f" Perhaps one is something else, such as a bias of pairs. {ALONE}."
+            * (not accepted)
         )
     return accepted[0] if accepted else options
 
@@ -212,8 +214,12 @@ def probe(adapter: AttentionAdapter) -> AttentionAdapter:
     """Find how the candidate is called, and which inputs and outputs it supports."""
     g = torch.Generator().manual_seed(2)
     prepare_calls(adapter)
+    find_counts(adapter, g)
     if adapter.weights is not None and adapter.options.layout is None:
         find_tokens(adapter, g)
+        find_images(adapter, g)
+        if adapter.count and not (adapter.images and adapter.grid):
+            adapter.notes.append(f"takes {adapter.count} tokens, as trial calls show")
     find_position_forms(adapter, g)
     fill_required_masks(adapter, g)
     if adapter.weights is None:
@@ -267,6 +273,39 @@ def describe_call(method: str, count: int) -> str:
 # -- inputs ----------------------------------------------------------------------------------------
 
 
+def find_counts(adapter: AttentionAdapter, g: torch.Generator) -> None:
+    """Find how many tokens are before those of a grid, or after those that attend, if calls pass numbers.
+
+    The first number with which calls of two lengths are accepted: that of a grid or of queries alone, those
+    that settings name, and one, as for the token of a class.
+    """
+    if GRIDS & set(adapter.arguments):
+        numbers = (
+            Numbers(adapter).named_like(r"prefix|regist|cls|class|special|extra|global|storage").values()
+        )
+        likely = {0: None, **dict.fromkeys(int(n) for n in numbers if 0 < n < 64)}
+        likely |= dict.fromkeys([*(n + 1 for n in likely), sum(likely) + 1])
+        for adapter.prefix in likely:
+            if all(adapter.attempt(adapter.draw(g, t=n + adapter.prefix)) for n in (6, 10)):
+                return
+        adapter.prefix = 0
+    if (name := adapter.arguments.get("query-length")) is None:
+        return
+    x, adapter.extra = adapter.draw(g), 2
+    try:
+        adapter.run(x, strict=False)
+    except CandidateError:
+        adapter.extra = 0
+    except UnexpectedOutput as error:
+        if re.search(r"unchanged|untouched|as they are|pass(?:es|ed)? through", adapter.text, re.I):
+            return  # the check of shapes fails
+        adapter.extra = 0
+        adapter.unjudged[name] = (
+            f"{error}, and nothing says what becomes of them. If {name} is the number of all tokens, give "
+            f"--arg {name}=length."
+        )
+
+
 def find_tokens(adapter: AttentionAdapter, g: torch.Generator) -> None:
     """Find whether tokens are one sequence or the pixels of an image, and whether their number is fixed.
 
@@ -299,8 +338,29 @@ def find_tokens(adapter: AttentionAdapter, g: torch.Generator) -> None:
             if changed[0]:
                 break
     adapter.grid, adapter.count = max(accepted, key=accepted.__getitem__, default=("", None))
-    if adapter.count:
-        adapter.notes.append(f"takes {adapter.count} tokens, as trial calls show")
+
+
+def find_images(adapter: AttentionAdapter, g: torch.Generator) -> None:
+    """Find the numbers of rows and columns of images that have several windows, if a caller sets windows."""
+    numbers, is_image = Numbers(adapter), adapter.grid_axes == ["h", "w"]
+    sizes = [size for size in numbers.pairs_like(WINDOWS) if min(size) > 1 and max(size) <= 16]
+    if not sizes or (adapter.grid and not is_image):
+        return
+    (rows, columns), fixed = sizes[0], adapter.count
+    # Windows divide the first; the second has to be filled up, and one window has all rows of the third.
+    across = 3 if rows * columns <= 16 else 2  # windows
+    tried = [(2 * rows, across * columns), (rows + 1, columns + 2), (rows - 1, columns + 2)]
+    for image in tried if is_image else ():  # also if trial calls found a number: that of a single window
+        adapter.images.append(image)
+        if adapter.attempt(adapter.draw(g, count=math.prod(image)), strict=True) is None:
+            adapter.images.pop()
+    if adapter.images:
+        adapter.count = math.prod(adapter.images[0])
+    elif fixed is not None:
+        found = [x for x in numbers.pairs.values() if math.prod(x) == fixed and x != sizes[0]]
+        square = math.isqrt(fixed)
+        found += [(square, square)] * (is_image and square * square == fixed)
+        adapter.images = [x for x in found if x[0] % rows == x[1] % columns == 0][:1]
 
 
 def reject_learned_queries(adapter: AttentionAdapter, g: torch.Generator) -> None:

@@ -56,6 +56,11 @@ ROLES: dict[str, str] = {
     "dropout": "the probability of dropout",
     "rows": "the number of rows of an image whose pixels are the tokens",
     "columns": "the number of its columns",
+    "grid": "the numbers of its rows and columns, a tuple",
+    "length": "the number of tokens",
+    "query-length": "the number of first tokens, which attend; others are returned unchanged, or left out",
+    "batch": "the number of sequences",
+    "layer": "the number of the layer",
     "grouped": "whether there are fewer key heads than query heads",
     "module": "the module that transformers passes to an attention function",
     "ignore": "left at its default",
@@ -64,11 +69,16 @@ OTHERS = "*"  # in --arg '*=ignore', the optional arguments whose role nothing s
 CACHED = ("cache", "cached-keys", "cached-values")
 CACHES = (*CACHED, "return-cache")
 OFF_BY_DEFAULT = ("softcap", "window", "head-mask")  # roles that calls set in inputs of their own
+SIZES = ("length", "query-length", "batch", "layer")  # roles of numbers that are passed only if required
 SEQUENCES = ("x", "query", "key", "value", "context")
 # Names in the table of calls that may as well be the other sequence; trial calls decide.
 AMBIGUOUS = ("tokens", "src", "seq", "sequence", "source", "other", "z", "features", "inp", "input", "inputs",
          "hidden")  # fmt: skip
 INTEGER = re.compile(r"int|int \| None|(?:typing\.)?Optional\[int\]|None \| int")  # annotations
+INTEGERS = re.compile(r"\b(?:tuple|list|sequence|size|iterable)\[int(?:, ?(?:int|\.\.\.))?\]", re.I)
+GRID = re.compile(r"[(\[] ?(?:\w+_)?(?:h|height|rows?) ?, ?(?:\w+_)?(?:w|width|col(?:umn)?s?) ?[)\]]", re.I)
+GRID_WORDS = re.compile(r"grid|size|shape|hw|res|patch|spatial|image|img", re.I)  # in names
+COUNT = r"(?:number|count|length) of (?:\w+ ){0,2}"  # in documentation of numbers of tokens
 
 
 @dataclass(frozen=True)
@@ -136,14 +146,11 @@ def read_roles(
             for name, (role, _) in roles.items()
             if role in pair
         }
-    for argument in arguments:  # kv in "k, v = kv" are cached keys and values
-        unpacked = rf"\b\w+, \w+ = {argument.name}\b(?![.,(\[])|\b{argument.name}\[[01]\]"
-        if (
-            roles[argument.name][0] == "context"
-            and re.search(unpacked, description.source)
-            and "cache" not in found
-        ):
-            roles[argument.name] = ("cache", "its code, which takes a pair apart")
+    for argument in arguments:
+        is_open = roles[argument.name][0] in ("context", None) and not set(CACHED) & found
+        if is_open and (reason := find_cache_reason(argument, description.source, text)):
+            roles[argument.name] = ("cache", reason)
+            found.add("cache")
     defaults = {argument.name: argument.default for argument in description.init or ()}
     switches = {**defaults, **init, **description.attributes}
     if off := [name for name, value in switches.items() if "cross_att" in name and value is False]:
@@ -160,6 +167,10 @@ def read_role(argument: Argument, text: str) -> tuple[str | None, str]:
     """Return (role, reason) of an argument by its name, annotation and documentation."""
     role = names.argument_role(argument.name)
     is_switch = isinstance(argument.default, bool) or re.fullmatch(r"bool( \| None)?", argument.annotation)
+    if role in (None, *SIZES) and (number := read_number(argument, text, role)) is not None:
+        return number
+    if role in SIZES:
+        return None, ""  # left at its default
     if role is None and (role := names.guess_mask_role(argument.name)) is None:
         if is_switch or not documentation.is_called_mask(argument.name, text):
             return None, ""
@@ -168,6 +179,8 @@ def read_role(argument: Argument, text: str) -> tuple[str | None, str]:
         return "causal", "its name and type"
     if role in OFF_BY_DEFAULT and not argument.required and argument.default not in (None, 0, -1):
         return "ignore", f"its default, {argument.default}"
+    if role == "grid" and INTEGER.fullmatch(argument.annotation):
+        return None, ""
     if role == "positions" and INTEGER.fullmatch(argument.annotation):
         return "start", "its name and type"
     if role == "positions" and documentation.says_vectors(argument.name, text):
@@ -175,6 +188,46 @@ def read_role(argument: Argument, text: str) -> tuple[str | None, str]:
     if role == "causal" and "mask" in argument.name and not is_switch:
         return "mask", "its name"
     return role, "its name"
+
+
+def read_number(argument: Argument, text: str, role: str | None) -> tuple[str, str] | None:
+    """Return (role, reason) of an argument that is a number of tokens, or of rows and columns."""
+    lines = documentation.lines_about(argument.name, text)
+    is_pair = isinstance(argument.default, tuple | list) and len(argument.default) == 2
+    if INTEGERS.search(argument.annotation) and GRID_WORDS.search(argument.name):
+        return "grid", "its name and type"
+    if (is_pair or not argument.annotation or INTEGERS.search(argument.annotation)) and GRID.search(lines):
+        return "grid", "its documentation"
+    if role is not None:
+        return (role, "its name") if argument.required else None
+    if not (argument.required and (INTEGER.fullmatch(argument.annotation) or not argument.annotation)):
+        return None
+    of_queries = rf"\b{COUNT}quer(?:y|ies)\b"
+    of_tokens = rf"\b{COUNT}(?:tokens|the sequence)\b|\bsequence length\b"
+    for found, words in (("query-length", of_queries), ("length", of_tokens)):
+        if re.search(words, lines, re.I) and not documentation.read_mask(argument.name, text).shapes:
+            return found, "its documentation"
+    return None
+
+
+def find_cache_reason(argument: Argument, source: str, text: str) -> str:
+    """Return why an argument is a cache although its name doesn't say so, or "" if it isn't one."""
+    name = argument.name
+    if re.search(r"cache|kv", argument.annotation, re.I):
+        return "its annotation"
+    if re.search(rf"\b\w+, \w+ = {name}\b(?![.,(\[])|\b{name}\[[01]\]", source):  # k, v = kv
+        return "its code, which takes a pair apart" * (names.argument_role(name) == "context")
+    part = r"(?:keys?|values?|[kv])(?:_cache|_states?)?"
+    attribute = rf"\b{name}(?:\.{part}\b|\[[\'\"]{part}[\'\"]\])(?! *\()"  # past.k, or past["k"]
+    method = rf"\bk\w*, *v\w* *= *{name}\.\w+\("
+    if not argument.required and re.search(f"{attribute}|{method}", source):
+        return "its code, which takes keys and values from it"
+    lines = documentation.lines_about(name, text)
+    of_earlier = r"\bcache\b|\bkeys and values of (?:the )?(?:earlier|previous|past)\b"
+    is_other = argument.required or isinstance(argument.default, bool) or "bool" in argument.annotation
+    is_other |= names.argument_role(name) is not None or names.guess_mask_role(name) is not None
+    is_described = not is_other and re.search(of_earlier, lines, re.I)
+    return "its documentation" if is_described else ""
 
 
 def is_of_context(name: str, role: str | None) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import chain
 
 import torch
+from torch import Tensor
 
 from manyheads.checker.bugs.calls import BUGS
 from manyheads.checker.candidates import names
@@ -92,6 +93,7 @@ def check_state(adapter: Adapter) -> Check:
     if dependence := find_dependence(adapter):
         bug = BUGS["context-kept"] if keeps_context(adapter) else None
         bug = BUGS["mask-kept"] if bug is None and keeps_mask(adapter) else bug
+        bug = BUGS["longer-call-kept"] if bug is None and keeps_longer(adapter) else bug
         is_changed = buffers and bug is None and adapter.cache_bug is None
         bug = BUGS["buffer-changed"] if is_changed else bug
         return failed(f"its output depends on earlier calls: {dependence}.", bug=bug)
@@ -141,12 +143,8 @@ def find_dependence_on_one(adapter: Adapter) -> str:
     """Return a description of an output that depends on one unusual earlier call, or ""."""
     short = adapter.draw(torch.Generator().manual_seed(36), 2, 5)
     earlier = {"in bfloat16": adapter.call(short, dtype=torch.bfloat16)}
-    values = {arg.name: arg.default for arg in adapter.description.init or ()}
-    values |= {**adapter.description.attributes, **adapter.init}
-    sizes = [n for name, n in values.items() if names.constructor_value(name)[1] == names.LENGTH]
-    for n in (n for n in sizes if type(n) is int and n < LONGEST):  # more tokens than it is made for
-        x = adapter.draw(torch.Generator().manual_seed(36), 1, n + 1)
-        earlier[f"of {n + 1} tokens"] = adapter.call(x)
+    for n in long_lengths(adapter):
+        earlier[f"of {n} tokens"] = adapter.call(adapter.draw(torch.Generator().manual_seed(36), 1, n))
     [expected] = run_sequence(adapter, [adapter.call(short)])
     for kind, call in earlier.items():
         with contextlib.suppress(CodeError):  # the candidate may not accept such a call
@@ -154,6 +152,34 @@ def find_dependence_on_one(adapter: Adapter) -> str:
             if not largest_difference(expected, later) <= adapter.allowed_error(short):
                 return f"after a call {kind}, it isn't that of a new instance"
     return ""
+
+
+def long_lengths(adapter: Adapter) -> list[int]:
+    """Return numbers of tokens that exceed the length for which a candidate is made."""
+    values = {arg.name: arg.default for arg in adapter.description.init or ()}
+    values |= {**adapter.description.attributes, **adapter.init}
+    sizes = [n for name, n in values.items() if names.constructor_value(name)[1] == names.LENGTH]
+    return [n + 1 for n in sizes if type(n) is int and n < LONGEST]
+
+
+def keeps_longer(adapter: Adapter) -> bool:
+    """Return True if a longer call, whatever its values, changes later outputs, and another doesn't."""
+    short, other = (adapter.draw(torch.Generator().manual_seed(seed), 2, 5) for seed in (36, 39))
+
+    def after(*calls: Inputs) -> Tensor:
+        return run_sequence(adapter, [adapter.call(x) for x in (*calls, short)])[-1]
+
+    for n in long_lengths(adapter):
+        long = [adapter.draw(torch.Generator().manual_seed(seed), 1, n) for seed in (36, 39)]
+        with contextlib.suppress(CodeError):  # the candidate may not accept such a call
+            first, again = after(long[0]), after(*long)
+            if (
+                torch.equal(first, again)
+                and torch.equal(after(other), after())
+                and not torch.equal(first, after())
+            ):
+                return True
+    return False
 
 
 def keeps_context(adapter: Adapter) -> bool:

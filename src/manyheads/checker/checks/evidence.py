@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +16,7 @@ from manyheads.checker.candidates.errors import UnexpectedOutput
 from manyheads.checker.isolation.candidate import Call
 from manyheads.checker.isolation.trees import top_tensors
 from manyheads.checker.oracle import Inputs, Outputs
-from manyheads.checker.parts import Window
+from manyheads.checker.parts import Part, TableBias, Window
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,20 @@ def gather(adapter: Adapter, seeds: range) -> list[Evidence]:
                 calls.append(Evidence(scenario, inputs, outputs))
         if isinstance(adapter, AttentionAdapter):
             calls += cached_steps(adapter, seed)
-    return calls
+    # Outputs without any number fit everything that gives NaN.
+    return [call for call in calls if bool(call.outputs.out.isfinite().any())]
+
+
+def long_call(adapter: Adapter, parts: Iterable[Part]) -> list[Evidence]:
+    """Return a call of more tokens than the largest distance of T5's buckets, which short ones don't show."""
+    distances = [
+        part.max_distance for part in parts if isinstance(part, TableBias) and part.kind == "buckets"
+    ]
+    if not distances:
+        return []
+    inputs = adapter.draw(torch.Generator().manual_seed(10), 1, max(distances) + 5)
+    outputs = adapter.attempt(inputs)
+    return [] if outputs is None else [Evidence("plain", inputs, outputs)]
 
 
 def accepted_scenarios(adapter: Adapter, seed: int) -> Iterator[tuple[str, Inputs]]:

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from functools import partial
+from itertools import product
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from manyheads.checker.bugs import Bug, compose
+from manyheads.checker.bugs import Bug, compose, override
 from manyheads.checker.bugs.calls import BUGS
 from manyheads.checker.candidates.attention import SPREAD, AttentionAdapter
 from manyheads.checker.checks.registry import Check, check, convention, failed, judge, passed, unchecked
 from manyheads.checker.checks.weights import MASKED
+from manyheads.checker.encodings import Rotary
 from manyheads.checker.isolation.errors import CodeError
 from manyheads.checker.oracle import Attention, Inputs, Outputs, Weights, exact
 from manyheads.checker.parts import Norm, RotaryPositions
 
 LONG = 600  # tokens at which half precision is compared where positions matter
 LARGE = 300.0  # e^300 overflows float32
-DTYPE_NAMES = {torch.float16: "float16|fp16|half", torch.bfloat16: "bfloat16|bf16"}
+DTYPE_NAMES = {torch.float16: r"float16|fp16|half[ -]?precision|\.half\b", torch.bfloat16: "bfloat16|bf16"}
 FILL_OVERFLOW = Bug(
     "fill-overflow",
-    "whose masked scores are set to a number that float16 doesn't have, such as −1e9",
+    "that uses a number that float16 doesn't have, such as −1e9 for masked scores",
     "fill with float('-inf'), or with torch.finfo(scores.dtype).min",
 )
 
@@ -112,7 +116,7 @@ def check_half(adapter: AttentionAdapter, dtype: torch.dtype) -> Check:
     if any(isinstance(part, RotaryPositions) for part in adapter.parts):
         long = adapter.draw(torch.Generator().manual_seed(20), 1, LONG)
         cases |= {long_scenario: [long]} if adapter.attempt(long) is not None else {}
-    worst, cast = (0.0, 1.0, 0.0, ""), ""
+    worst, cast_buffers = (0.0, 1.0, 0.0, ""), ""
     for scenario, floats in cases.items():
         condition = "" if scenario == "plain" else f" ({scenario})"
         inputs = [x.to(dtype) for x in floats]
@@ -126,17 +130,20 @@ def check_half(adapter: AttentionAdapter, dtype: torch.dtype) -> Check:
         if math.isinf(error):
             return failed(f"NaN or infinity{condition}, where float32 gives numbers.", error, 0.0)
         if scenario == long_scenario and error > allowed and (helps := describe_cast(adapter, inputs, error)):
-            cast = f"at {scenario} it loses {error:.2g}, because its buffers are cast, such as frequencies."
-            cast = f"{cast} {helps}"
+            cast_buffers = (
+                f"at {scenario} it loses {error:.2g}, because its buffers are cast, such as frequencies."
+            )
+            cast_buffers = f"{cast_buffers} {helps}"
             continue
         worst = max(worst, (error, allowed, loss, condition), key=lambda each: each[0] / each[1])
     error, allowed, loss, condition = worst
-    if cast and error <= allowed:
-        return convention(cast)
+    if cast_buffers and error <= allowed:
+        return convention(cast_buffers)
     reason = f"plain PyTorch loses {loss:.2g}"
     surplus = f"it loses far more than rounding explains{condition}; {reason}."
     if error > allowed and condition == f" ({long_scenario})":  # shorter sequences are right
-        return failed(surplus, error, allowed, BUGS["rotary-rounded"])
+        bug = BUGS["rotary-rounded"] if explains_rounding(adapter, long.to(dtype), error) else None
+        return failed(surplus, error, allowed, bug)
     return judge(error, allowed, reason, surplus)
 
 
@@ -152,6 +159,38 @@ def compare_half(
     size = mean_size(expected)
     loss = relative_loss(adapter, inputs) * size
     return mean_size(got - expected), 4 * loss + torch.finfo(dtype).eps * size, loss
+
+
+def explains_rounding(adapter: AttentionAdapter, x: Inputs, error: float) -> bool:
+    """Return True if most of the error is explained by rounded rotary positions, frequencies or angles."""
+    dtype = x.query.dtype
+    weights = None if adapter.weights is None else adapter.weights.to(dtype)
+    got = flatten_outputs(adapter, [x], [adapter.run(x, dtype=dtype)])
+
+    def rounded(y: Tensor, is_rounded: bool) -> Tensor:
+        return y.to(dtype).to(y.dtype) if is_rounded else y
+
+    for places in product((False, True), repeat=3):
+
+        def angles(oracle: Rotary, places: tuple[bool, ...] = places) -> Tensor:
+            positions = rounded(oracle.positions()[..., None], places[0])
+            frequencies = rounded(oracle.base ** -oracle.exponents(), places[1]).to(positions.dtype)
+            return rounded(positions * frequencies, places[2])
+
+        parts = [
+            replace(
+                part, encoding=cast(type[Rotary], compose(part.encoding, override(Rotary, angles=angles)))
+            )
+            if isinstance(part, RotaryPositions)
+            else part
+            for part in adapter.parts
+        ]
+        oracle = compose(adapter.oracle, *(part.oracle for part in parts), *adapter.convention)
+        if any(places):
+            expected = flatten_outputs(adapter, [x], [exact(weights, x, oracle)])
+            if mean_size(got - expected) < error / 3:
+                return True
+    return False
 
 
 def describe_cast(adapter: AttentionAdapter, inputs: list[Inputs], error: float) -> str:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from manyheads.checker.bugs.calls import BUGS
-from manyheads.checker.candidates.attention import AttentionAdapter
+from manyheads.checker.candidates.attention import POSITIONS, AttentionAdapter
 from manyheads.checker.candidates.documentation import read_mask
 from manyheads.checker.candidates.forms import NUMBERS, SEGMENTS
+from manyheads.checker.candidates.parts import QUERY_KEY_NORM
 from manyheads.checker.checks.evidence import with_and_without_weights
 from manyheads.checker.checks.registry import Check, check, convention, failed, judge, passed, skipped
 from manyheads.checker.isolation.errors import CodeError
@@ -21,6 +22,8 @@ from manyheads.checker.parts import POSITIONAL, Activation, HeadMixing, Norm
 
 MIXING = ("width", "merged", "output")  # places of norms that mix heads
 # Code that raises one of these errors is wrong for a mask of any shape and type.
+ROTARY, ALIBI = r"\b(?:rotary|rope)\b", r"\balibi\b"  # words of documentation that promises a part
+NORM, RELATIVE = r"\b(?:norm\w*|\w*norm)\b", r"\b(?:relative|bias)\b"
 UNDEFINED = ("AttributeError", "NameError", "UnboundLocalError", "ImportError", "NotFoundError", "KeyError")
 
 
@@ -82,6 +85,8 @@ def check_masked_keys(adapter: AttentionAdapter) -> Iterator[Check]:
 
 def check_mask_arguments(adapter: AttentionAdapter) -> Iterator[Check]:
     """Yield a check for each argument that can't be judged, or on which no compared output depends."""
+    x = adapter.draw(torch.Generator().manual_seed(12), 2, max(5, adapter.length))
+    is_right = (outputs := adapter.attempt(x)) is not None and adapter.is_right(x, outputs)
     for name in dict.fromkeys([*adapter.unjudged, *adapter.masks]):
         if name in adapter.judged:
             continue
@@ -103,20 +108,41 @@ def check_mask_arguments(adapter: AttentionAdapter) -> Iterator[Check]:
         kind = "layer" if name in adapter.description.layers else "method"
         kind = "parameter" if name in adapter.description.parameters else kind
         kind = "argument" if name in {arg.name for arg in adapter.description.call} else kind
-        if kind == "layer" and promises_rotary(adapter):
+        idle = None
+        if not is_right:  # what has no effect may be hidden by another bug, such as NaN
+            pass
+        elif kind == "layer" and promises(adapter, ROTARY, "rot|rope|pos"):
             idle = BUGS["rotary-idle"]
-            yield Check(f"layer {name}", "failed", f"it is attention {idle.description}.", bug=idle)
+        elif kind == "parameter":
+            is_norm = QUERY_KEY_NORM.search(name) is not None
+            is_promised = promises(adapter, *(NORM, "norm") if is_norm else (RELATIVE, "bias|rel|pos"))
+            idle = BUGS["norm-idle" if is_norm else "bias-idle"] if is_promised else None
+        if idle is not None:
+            yield Check(f"{kind} {name}", "failed", f"it is attention {idle.description}.", bug=idle)
         else:
             yield Check(f"{kind} {name}", status, reason)
+    if is_right and not adapter.parts and "cross" not in adapter.features:
+        # Code that computes what documentation promises, and outputs that are those without it.
+        for words, flags, code, name in (
+            (ROTARY, "rot|rope|pos", r"\bcos\(|\bpolar\(", "rotary-idle"),
+            (ALIBI, "alibi|slope|pos", r"\bslopes?\b", "bias-idle"),
+        ):
+            arguments = POSITIONS & set(adapter.arguments)
+            if (
+                promises(adapter, words, flags)
+                and re.search(code, adapter.description.source)
+                and not arguments
+            ):
+                yield failed(f"it is attention {BUGS[name].description}.", bug=BUGS[name])
 
 
-def promises_rotary(adapter: AttentionAdapter) -> bool:
-    """Return True if the documentation says that there is a rotary encoding, and no setting turns it off."""
+def promises(adapter: AttentionAdapter, words: str, flags: str) -> bool:
+    """Return True if the documentation says that there is such a part, and no setting turns it off."""
     values = {**adapter.init, **adapter.description.attributes}
-    is_off = any(x is False and re.search("rot|rope|pos", name, re.I) for name, x in values.items())
-    rotary, text = r"\b(?:rotary|rope)\b", adapter.description.doc
-    is_negated = re.search(rf"\b(?:no|not|without|optional\w*|if)\b[^.]*{rotary}", text, re.I)
-    return re.search(rotary, text, re.I) is not None and not is_negated and not is_off
+    is_off = any(x is False and re.search(flags, name, re.I) for name, x in values.items())
+    text = adapter.description.doc
+    is_negated = re.search(rf"\b(?:no|not|without|optional\w*|if)\b[^.]*{words}", text, re.I)
+    return re.search(words, text, re.I) is not None and not is_negated and not is_off
 
 
 @check("permutation", needs_oracle=True)
