@@ -47,8 +47,8 @@ template <class T, class Op> struct Call {
     int64_t rows, blocks;          // queries in a block; blocks in a head
     int64_t next = 0, packed = 0;  // shared by all threads: the next panel to pack, and how many panels are packed
     int64_t next_to_compute = 0;   // shared by all threads
-    int64_t chunks;            // the blocks of a head are divided into chunks, each computed by one thread
-    WideReal *columns;         // [batch * h / g, chunks, panels * PANEL]: the weight that keys receive in a chunk
+    int64_t chunks;                // the blocks of a head are divided into chunks, each computed by one thread
+    WideReal *columns;             // [batch * h / g, chunks, panels * PANEL]: the weight that keys receive in a chunk
     Real *shared_rows;         // [batch * h / g, chunks, shared_row_size()]: sums and maxima for the row of each pooled
                                // map that began in the previous chunk
     const Real *given_scores;  // [b * h * t, line] or null
@@ -400,11 +400,11 @@ template <class T, class Op> struct Call {
             int64_t columns = smaller<int64_t>(PANEL, count - c);
             Real *score = scores(block, 0) + c;
             if (block.all_bounded && !statistics)
-                multiply<Op, false, false>(block.rows, columns, block.q, depth, panel + c * depth, score, block.line, depth,
-                                           block.maxima);
+                multiply<Op, false, false>(block.rows, columns, block.q, depth, panel + c * depth, score, block.line,
+                                           depth, block.maxima);
             else
-                multiply<Op, false, true>(block.rows, columns, block.q, depth, panel + c * depth, score, block.line, depth,
-                                          block.maxima);
+                multiply<Op, false, true>(block.rows, columns, block.q, depth, panel + c * depth, score, block.line,
+                                          depth, block.maxima);
         }
     }
 
@@ -504,7 +504,8 @@ template <class T, class Op> struct Call {
         int64_t wide_out = across * PANEL, tops = statistics ? ROWS * round_up(statistics->top_k, LANES) / LANES : 0,
                 steps = keeps_rows ? panels : 0;
         allocate(scratch, array(block.q, ROWS * depth),
-                 array(block.score, score_rows(smaller<int64_t>(rows, problem.t)) * (keeps_rows ? panels * line_of(1) : line_of(KEYS))),
+                 array(block.score, score_rows(smaller<int64_t>(rows, problem.t)) *
+                                        (keeps_rows ? panels * line_of(1) : line_of(KEYS))),
                  array(block.weight, Op::PAIR == 1 ? 0 : ROWS * WEIGHT_LINE), array(block.out, ROWS * wide_out),
                  array(block.maxima, ROWS), array(block.sums, ROWS), array(block.running_max, ROWS),
                  array(block.entropy_sums, statistics ? ROWS : 0), array(block.distance_sums, statistics ? ROWS : 0),
@@ -544,8 +545,9 @@ template <class T, class Op> struct Call {
         return (Real *)problem.lse + (block.b * problem.h + block.h) * problem.t + block.first;
     }
 
-    static int64_t score_rows(int64_t rows) { return round_up(rows, Op::ROWS_MULTIPLE); }  // that a product writes
-    static int64_t line_of(int64_t columns) { return round_up(columns, PANEL) + LANES; }  // not a power of two, as above
+    // Rows of scores that a product writes, and the distance between them, which isn't a power of two either.
+    static int64_t score_rows(int64_t rows) { return round_up(rows, Op::ROWS_MULTIPLE); }
+    static int64_t line_of(int64_t columns) { return round_up(columns, PANEL) + LANES; }
 
     // Processes the keys that are visible to some row, in steps of one or several panels. Panels that are fully visible
     // to all rows need no mask.
