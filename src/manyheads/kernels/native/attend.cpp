@@ -31,11 +31,12 @@ struct IdRange {  // the smallest and the largest id in a panel of keys or a blo
 template <class T, class Op> struct Call {
     typedef typename Op::Element Element;
     static constexpr int KEYS = Op::KEYS;
+    // The distance between rows of weights. If it were a power of two, they would be mapped to the same sets of the cache.
+    static constexpr int WEIGHT_LINE = KEYS + LANES * Op::PAIR;
 
     const Problem &problem;
     const Statistics *statistics;   // or null
     bool lse_known, keeps_rows;     // is lse given? Are the weights of whole rows stored, for statistics?
-    int64_t line;                   // the distance between two rows of a block's scores
     int64_t panels, depth, across;  // panels of keys of a head; d rounded up for products; panels across a value
     int64_t batch, first_head = 0;  // how many heads of keys are packed and computed at a time; the first of them
     Element *keys, *values;         // [batch, panels, depth, PANEL], [batch, across, panels * PANEL, PANEL]
@@ -46,8 +47,8 @@ template <class T, class Op> struct Call {
     int64_t rows, blocks;          // queries in a block; blocks in a head
     int64_t next = 0, packed = 0;  // shared by all threads: the next panel to pack, and how many panels are packed
     int64_t next_to_compute = 0;   // shared by all threads
-    int64_t chunks;            // the blocks of a head are divided into chunks, each computed by one thread
-    WideReal *columns;         // [batch * h / g, chunks, panels * PANEL]: the weight that keys receive in a chunk
+    int64_t chunks;                // the blocks of a head are divided into chunks, each computed by one thread
+    WideReal *columns;             // [batch * h / g, chunks, panels * PANEL]: the weight that keys receive in a chunk
     Real *shared_rows;         // [batch * h / g, chunks, shared_row_size()]: sums and maxima for the row of each pooled
                                // map that began in the previous chunk
     const Real *given_scores;  // [b * h * t, line] or null
@@ -58,16 +59,18 @@ template <class T, class Op> struct Call {
         lse_known = statistics && statistics->lse_known,
         keeps_rows = statistics && !lse_known && (statistics->received || statistics->maps);
         panels = round_up(problem.s, PANEL) / PANEL;
-        // If the distance between rows were a power of two, they would be mapped to the same sets of the cache.
-        line = (keeps_rows ? panels * PANEL : KEYS) + LANES;
         depth = round_up(problem.d, Op::DEPTH_MULTIPLE);
         across = round_up(problem.w, PANEL) / PANEL;
         threads = threads_for(problem, 2. * problem.b * problem.h * problem.t * problem.s * (problem.d + problem.w));
         // If there are few blocks, smaller ones are used, so that all threads get about the same work. Their size must
         // not depend on the number of threads, because it changes the last bits of results.
-        rows = Op::ROWS_MULTIPLE > 1 ? 2 * Op::ROWS_MULTIPLE : second_level_cache() < (2 << 20) ? ROWS / 2 : ROWS;
-        if (problem.b * problem.h * round_up(problem.t, rows) / rows < 16)
-            rows = Op::ROWS_MULTIPLE > 1 ? Op::ROWS_MULTIPLE : 3 * ROW_GROUP;
+        auto few_blocks = [&] { return problem.b * problem.h * round_up(problem.t, rows) / rows < 16; };
+        if (Op::ROWS_MULTIPLE > 1) {
+            for (rows = 4 * Op::ROWS_MULTIPLE; rows > Op::ROWS_MULTIPLE && few_blocks();) rows /= 2;
+        } else {
+            rows = second_level_cache() < (2 << 20) ? ROWS / 2 : ROWS;
+            if (few_blocks()) rows = 3 * ROW_GROUP;
+        }
         blocks = round_up(problem.t, rows) / rows;
         int64_t key_bytes = given_scores ? 0 : panels * depth * PANEL * sizeof(Element),
                 value_bytes = across * panels * PANEL * PANEL * sizeof(Element);
@@ -131,6 +134,11 @@ template <class T, class Op> struct Call {
         }
     }
 
+    struct KeptStep {  // the weights of a step
+        int64_t first, count;
+        const Real *weights;  // [ROWS, line]
+        int64_t line;
+    };
     struct Block {                  // a block of queries
         int64_t b, h, head, first;  // head: the head of keys, b * g + …; first: the first query
         int rows;
@@ -138,8 +146,9 @@ template <class T, class Op> struct Call {
         IdRange ids;
         Element *q;                  // [ROWS, depth]
         bool *bounded, all_bounded;  // [ROWS]: are weights e^score, with no maximum? (see find_bounded)
-        Real *score;                 // [ROWS, line]
-        Element *weight;             // [ROWS, KEYS]; in float32 it is `score`
+        Real *score;                 // [ROWS, line]: those of a step; for statistics, steps are one after the other
+        int64_t line;                // the distance between its rows
+        Element *weight;             // [ROWS, WEIGHT_LINE]; in float32 it is `score`
         Real *out;                   // [ROWS, across * PANEL]
         Vector *maxima, *sums;       // [ROWS]: maxima of the scores of this step; sums of the weights so far
         Real *maximum;               // [ROWS]: the largest number in each of `maxima`
@@ -150,16 +159,14 @@ template <class T, class Op> struct Call {
         Real *max_score;                       // [ROWS]: the largest score so far
         Vector *top_scores;                    // [ROWS, vectors of top_k]
         Integers *top_keys;
-        Interval *step_columns;  // [panels]: the keys of each step
-        Real *step_max;          // [panels, ROWS]: the running maximum of each step
+        KeptStep *kept;  // [panels]
+        Real *step_max;  // [panels, ROWS]: the running maximum of each step
         int64_t steps;
     };
 
-    Real *scores(const Block &block, int row, int64_t first) const {
-        return block.score + row * line + (keeps_rows ? first : 0);
-    }
-    Element *weights(const Block &block, int row, int64_t first) const {
-        return Op::PAIR == 1 ? (Element *)scores(block, row, first) : block.weight + row * KEYS;
+    Real *scores(const Block &block, int row) const { return block.score + row * block.line; }
+    Element *weights(const Block &block, int row) const {
+        return Op::PAIR == 1 ? (Element *)scores(block, row) : block.weight + row * WEIGHT_LINE;
     }
     Largest largest(const Block &block, int row) const {
         int64_t vectors = round_up(statistics->top_k, LANES) / LANES;
@@ -168,7 +175,7 @@ template <class T, class Op> struct Call {
 
     // Turns the products of a step into scores (applies scale, softcap, bias and mask), and finds their maxima.
     void finish(const Block &block, int row, int64_t first, int64_t count) const {
-        Real *score = scores(block, row, first);
+        Real *score = scores(block, row);
         scale_and_cap(problem, unit, score, nullptr, count);
         apply_bias_and_mask<3>(problem, score, block.b, block.h, block.first + row, first,
                                smaller(count, problem.s - first), count,
@@ -178,12 +185,13 @@ template <class T, class Op> struct Call {
         block.maxima[row] = top;
     }
 
-    // Turns products into weights; a product times the factor is a score. If the maximum grows, the earlier sums are
-    // rescaled. A given log-sum-exp is used instead of the maximum.
+    // Turns products of a row into weights; a product times the factor is a score. If the maximum grows, the earlier sums
+    // are rescaled. A given log-sum-exp is used instead of the maximum.
     template <bool STATISTICS>
-    void weigh(const Block &block, int row, int64_t first, int64_t count, Real factor) const {
-        Real *score = scores(block, row, first);
-        Element *weight = weights(block, row, first);
+    INLINE_METHOD void weigh(const Block &block, int row, int64_t first, int64_t count, Real factor) const {
+        if (STATISTICS) note_largest(block, row, first, count, factor);
+        Real *score = scores(block, row);
+        Element *weight = weights(block, row);
         Real before = block.running_max[row], now = lse_known ? before : larger(before, factor * block.maximum[row]);
         Vector reference = broadcast(now == -INF ? (Real)0 : now), sum = {}, more = {}, entropy = {};
         Vector place = {}, moment = {};  // the index of a pair of vectors; the sum of weights times this index
@@ -223,22 +231,28 @@ template <class T, class Op> struct Call {
         block.running_max[row] = now;
     }
 
-    // Turns products into weights e^score; a product times the factor is a score. If not PLAIN, some scores are masked.
-    // For entropies, the largest score so far is subtracted from scores, because sums of large numbers lose digits.
+    // Turns products of a row into weights e^score; a product times the factor is a score. If not PLAIN, some scores are
+    // masked. For entropies, the largest score so far is subtracted from scores, because sums of large numbers lose digits.
     template <bool PLAIN, bool STATISTICS>
-    void weigh_bounded(const Block &block, int row, int64_t first, int64_t count, Real factor, Real before) const {
+    INLINE_METHOD void weigh_bounded(const Block &block, int row, int64_t first, int64_t count, Real factor) const {
 #if defined(HAS_EXP)
-        Real *score = scores(block, row, first);
-        Element *weight = weights(block, row, first);
+        Real before = STATISTICS ? note_largest(block, row, first, count, factor) : -INF;
+        Real *score = scores(block, row);
+        Element *weight = weights(block, row);
         Vector sum = {}, more = {}, entropy = {}, place = {}, moment = {}, total = block.sums[row];
         Real most = STATISTICS && block.max_score[row] != -INF ? block.max_score[row] : 0;
         for (int64_t j = 0; j < count; j += 2 * LANES) {
-            Vector low = load(score + j), high = load(score + j + LANES);
-            if (PLAIN && Op::PAIR == 2) low = rounded(factor * low), high = rounded(factor * high);
-            Vector low_weight = exp(low), high_weight = exp(high);
-            if (!PLAIN)
-                low_weight = (Vector)((Integers)low_weight & (low > -INF)),
-                high_weight = (Vector)((Integers)high_weight & (high > -INF));
+            Vector low = load(score + j), high = load(score + j + LANES), low_weight, high_weight;
+            if (Op::PAIR == 2) {
+                low_weight = exp2_of_product(low, factor * (Real)LOG2E),
+                high_weight = exp2_of_product(high, factor * (Real)LOG2E);
+                if (STATISTICS) low *= factor, high *= factor;
+            } else {
+                low_weight = exp(low), high_weight = exp(high);
+                if (!PLAIN)
+                    low_weight = (Vector)((Integers)low_weight & (low > -INF)),
+                    high_weight = (Vector)((Integers)high_weight & (high > -INF));
+            }
             sum += low_weight, more += high_weight;
             if (STATISTICS) {
                 if (!PLAIN)
@@ -258,8 +272,17 @@ template <class T, class Op> struct Call {
                     weighted_distance(score, first - block.position - row, count, sum, more, moment);
         }
 #else
-        (void)block, (void)row, (void)first, (void)count, (void)factor, (void)before;
+        (void)block, (void)row, (void)first, (void)count, (void)factor;
 #endif
+    }
+
+    // Updates the largest scores of a row for statistics, and returns the largest score before.
+    Real note_largest(const Block &block, int row, int64_t first, int64_t count, Real factor) const {
+        Real high = factor * block.maximum[row], before = block.max_score[row];
+        block.max_score[row] = larger(before, high);
+        if (statistics->top_k && high > largest(block, row).least())
+            largest(block, row).take(scores(block, row), factor, first, count, factor * block.maxima[row]);
+        return before;
     }
 
     // Finds the rows whose scores are so small that no weight e^score, sum of weights or product with a value overflows
@@ -333,27 +356,27 @@ template <class T, class Op> struct Call {
         return far;
     }
 
-    void weigh(const Block &block, int row, int64_t first, int64_t count, Real factor, bool plain) const {
-        Real before = -INF;  // the largest score so far
-        if (statistics) {
-            Real high = factor * block.maximum[row];
-            before = block.max_score[row], block.max_score[row] = larger(before, high);
-            if (statistics->top_k && high > largest(block, row).least())
-                largest(block, row).take(scores(block, row, first), factor, first, count, factor * block.maxima[row]);
-        }
-        if (!block.bounded[row])
-            statistics ? weigh<true>(block, row, first, count, factor) : weigh<false>(block, row, first, count, factor);
-        else if (plain)
-            statistics ? weigh_bounded<true, true>(block, row, first, count, factor, before)
-                       : weigh_bounded<true, false>(block, row, first, count, factor, before);
+    // Turns products of rows from `row` up to `stop` into weights. Either all of them are bounded or none.
+    template <bool STATISTICS>
+    void weigh_rows(const Block &block, int row, int stop, int64_t first, int64_t count, Real factor,
+                    bool plain) const {
+        bool bounded = block.bounded[row];
+        if (bounded && plain)
+            for (; row < stop; row++) weigh_bounded<true, STATISTICS>(block, row, first, count, factor);
+        else if (bounded)
+            for (; row < stop; row++) weigh_bounded<false, STATISTICS>(block, row, first, count, factor);
         else
-            statistics ? weigh_bounded<false, true>(block, row, first, count, factor, before)
-                       : weigh_bounded<false, false>(block, row, first, count, factor, before);
+            for (; row < stop; row++) weigh<STATISTICS>(block, row, first, count, factor);
+    }
+
+    void weigh(const Block &block, int row, int stop, int64_t first, int64_t count, Real factor, bool plain) const {
+        statistics ? weigh_rows<true>(block, row, stop, first, count, factor, plain)
+                   : weigh_rows<false>(block, row, stop, first, count, factor, plain);
     }
 
     // Adds the non-finite numbers of a value, which are 0 in its panel, to a row that attends to it.
     void add_infinite(const Block &block, int row, int64_t first, int64_t j) const {
-        Real weight = Op::unpack(weights(block, row, first)[j]);
+        Real weight = Op::unpack(weights(block, row)[j]);
         const T *value = value_at(block.head, first + j);
         for (int64_t x = 0; x < problem.w; x++) {
             Real number = widen(value[x * problem.v_stride[3]]);
@@ -375,13 +398,13 @@ template <class T, class Op> struct Call {
         for (int row = 0; row < block.rows; row++) block.maxima[row] = broadcast(-INF);
         for (int64_t c = 0; c < count; c += PANEL) {
             int64_t columns = smaller<int64_t>(PANEL, count - c);
-            Real *score = scores(block, 0, first) + c;
+            Real *score = scores(block, 0) + c;
             if (block.all_bounded && !statistics)
-                multiply<Op, false, false>(block.rows, columns, block.q, depth, panel + c * depth, score, line, depth,
-                                           block.maxima);
+                multiply<Op, false, false>(block.rows, columns, block.q, depth, panel + c * depth, score, block.line,
+                                           depth, block.maxima);
             else
-                multiply<Op, false, true>(block.rows, columns, block.q, depth, panel + c * depth, score, line, depth,
-                                          block.maxima);
+                multiply<Op, false, true>(block.rows, columns, block.q, depth, panel + c * depth, score, block.line,
+                                          depth, block.maxima);
         }
     }
 
@@ -394,9 +417,15 @@ template <class T, class Op> struct Call {
         bool some = false;  // is some number of a value infinite or NaN?
         for (int64_t c = 0; c < count; c += PANEL)
             some |= infinite[(block.head - first_head) * panels + (first + c) / PANEL];
-        for (int row = 0; row < block.rows; row++) {
-            if (some && !block.bounded[row]) weigh_infinite(block, row, first, count, factor);
-            else weigh(block, row, first, count, factor, plain);
+        for (int row = 0, stop; row < block.rows; row = stop) {
+            stop = row + 1;
+            if (some && !block.bounded[row]) {
+                weigh_infinite(block, row, first, count, factor);
+                continue;
+            }
+            while (stop < block.rows && block.bounded[stop] == block.bounded[row] && (!some || block.bounded[row]))
+                stop++;
+            weigh(block, row, stop, first, count, factor, plain);
         }
     }
 
@@ -404,8 +433,8 @@ template <class T, class Op> struct Call {
         TIME(TIMES_VALUES);
         for (int64_t a = 0; a < across; a++)
             multiply<Op, true, false>(
-                block.rows, smaller<int64_t>(PANEL, problem.w - a * PANEL), weights(block, 0, first),
-                Op::PAIR == 1 ? line : KEYS,
+                block.rows, smaller<int64_t>(PANEL, problem.w - a * PANEL), weights(block, 0),
+                Op::PAIR == 1 ? block.line : WEIGHT_LINE,
                 values + (((block.head - first_head) * across + a) * panels * PANEL + first) * PANEL,
                 block.out + a * PANEL, across * PANEL, count, block.maxima);
     }
@@ -423,7 +452,7 @@ template <class T, class Op> struct Call {
     void step_given(const Block &block, int64_t first, int64_t count) const {
         int64_t whole = round_up(count, 2 * LANES);
         for (int row = 0; row < block.rows; row++) {
-            Real *score = scores(block, row, first);
+            Real *score = scores(block, row);
             const Real *from = given_scores +
                                ((block.b * problem.h + block.h) * problem.t + block.first + row) * panels * PANEL +
                                first;
@@ -434,15 +463,15 @@ template <class T, class Op> struct Call {
             block.maxima[row] = top;
         }
         find_maximum(block);
-        for (int row = 0; row < block.rows; row++) weigh(block, row, first, whole, 1, false);
+        for (int row = 0; row < block.rows; row++) weigh(block, row, row + 1, first, whole, 1, false);
     }
 
     // Computes the weights of a row if some value isn't finite. Such a value must be added to the output if its key is
     // visible, even if its weight is 0.
     void weigh_infinite(const Block &block, int row, int64_t first, int64_t count, Real factor) const {
         uint8_t visible[KEYS];
-        for (int64_t j = 0; j < count; j++) visible[j] = !(scores(block, row, first)[j] == -INF);
-        weigh(block, row, first, count, factor, false);
+        for (int64_t j = 0; j < count; j++) visible[j] = !(scores(block, row)[j] == -INF);
+        weigh(block, row, row + 1, first, count, factor, false);
         for (int64_t j = 0; j < smaller(count, problem.s - first); j++)
             if (visible[j]) add_infinite(block, row, first, j);
     }
@@ -475,12 +504,13 @@ template <class T, class Op> struct Call {
         int64_t wide_out = across * PANEL, tops = statistics ? ROWS * round_up(statistics->top_k, LANES) / LANES : 0,
                 steps = keeps_rows ? panels : 0;
         allocate(scratch, array(block.q, ROWS * depth),
-                 array(block.score, round_up(smaller<int64_t>(rows, problem.t), Op::ROWS_MULTIPLE) * line),
-                 array(block.weight, Op::PAIR == 1 ? 0 : ROWS * KEYS), array(block.out, ROWS * wide_out),
+                 array(block.score, score_rows(smaller<int64_t>(rows, problem.t)) *
+                                        (keeps_rows ? panels * line_of(1) : line_of(KEYS))),
+                 array(block.weight, Op::PAIR == 1 ? 0 : ROWS * WEIGHT_LINE), array(block.out, ROWS * wide_out),
                  array(block.maxima, ROWS), array(block.sums, ROWS), array(block.running_max, ROWS),
                  array(block.entropy_sums, statistics ? ROWS : 0), array(block.distance_sums, statistics ? ROWS : 0),
                  array(block.max_score, statistics ? ROWS : 0), array(block.top_scores, tops),
-                 array(block.top_keys, tops), array(block.step_columns, steps), array(block.step_max, steps * ROWS),
+                 array(block.top_keys, tops), array(block.kept, steps), array(block.step_max, steps * ROWS),
                  array(block.maximum, ROWS), array(block.bounded, ROWS));
         if (Op::PAIR == 1) block.weight = (Element *)block.score;
 
@@ -515,6 +545,10 @@ template <class T, class Op> struct Call {
         return (Real *)problem.lse + (block.b * problem.h + block.h) * problem.t + block.first;
     }
 
+    // Rows of scores that a product writes, and the distance between them, which isn't a power of two either.
+    static int64_t score_rows(int64_t rows) { return round_up(rows, Op::ROWS_MULTIPLE); }
+    static int64_t line_of(int64_t columns) { return round_up(columns, PANEL) + LANES; }
+
     // Processes the keys that are visible to some row, in steps of one or several panels. Panels that are fully visible
     // to all rows need no mask.
     void walk(Block &block) const {
@@ -537,11 +571,14 @@ template <class T, class Op> struct Call {
                    !has_no_common_id(block, panel + count) && plain(panel + count) == every)
                 count++;
             int64_t first = panel * PANEL, columns = smaller(count * PANEL, end - first);
+            block.line = line_of(columns);
             step(block, first, columns, every);
-            if (lse_known) gather(block, first, columns, nullptr);
+            KeptStep kept = {first, columns, block.score, block.line};
+            if (lse_known) gather(block, kept, nullptr);
             if (!keeps_rows) continue;
-            block.step_columns[block.steps] = {first, first + columns};
+            block.kept[block.steps] = kept;
             memcpy(block.step_max + block.steps++ * ROWS, block.running_max, sizeof(Real) * block.rows);
+            block.score += score_rows(block.rows) * block.line;
         }
     }
 
@@ -606,13 +643,14 @@ template <class T, class Op> struct Call {
             }
             for (int row = 0; row < ROWS; row += LANES) store(factor + row, exp2(load(factor + row)));
             for (int row = 0; row < block.rows; row++) factor[row] *= block.sums[row][0];
-            gather(block, block.step_columns[n].begin, block.step_columns[n].end - block.step_columns[n].begin, factor);
+            gather(block, block.kept[n], factor);
         }
     }
 
     // Adds the weights of a step, multiplied by a factor for each row (null: 1), to columns and pooled maps.
-    void gather(const Block &block, int64_t first, int64_t count, const Real *factor) const {
-        const Real *weight = scores(block, 0, first);
+    void gather(const Block &block, const KeptStep &step, const Real *factor) const {
+        const Real *weight = step.weights;
+        int64_t first = step.first, count = step.count, line = step.line;
         int64_t head = block.b * problem.h + block.h, at = chunk_at(head, block.chunk);
         Real one[ROWS], counted[ROWS];
         for (int row = 0; row < block.rows; row++) {

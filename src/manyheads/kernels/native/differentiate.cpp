@@ -11,13 +11,13 @@
 
 namespace {
 
-constexpr int KEYS = 96;                  // in a block, at most
 constexpr int QUERIES = 128;              // in a step
 constexpr int64_t OWN_NUMBERS = 1 << 20;  // the most packed numbers of a head that one thread packs and computes
 
 template <class T, class Op> struct Backward {
     typedef typename Op::Element Element;
     static constexpr bool PAIRS = Op::PAIR == 2;
+    static constexpr int KEYS = Op::ROWS_MULTIPLE > 1 ? 128 : 96;  // in a block, at most
 
     const Problem &problem;
     const Gradient &gradient;
@@ -233,17 +233,20 @@ template <class T, class Op> struct Backward {
                                        block.unused);
         }
         Real slope = 0;
-        for (int64_t row = 0; row < block.count; row++) {
-            if (!plain) finish(block, h, row, first, whole);
-            weigh(block, row, lse + at, delta + at, whole, plain);
-            if (gradient.d_bias || gradient.d_slopes || problem.softcap) collect(block, h, row, first, count, slope);
-        }
-        for (int64_t row = block.count; row < even; row++) {
-            memset(block.score + row * QUERIES, 0, sizeof(Real) * whole);
-            memset(block.d_weight + row * QUERIES, 0, sizeof(Real) * whole);
+        for (int64_t row = 0; row < even; row++) {
+            if (row < block.count) {
+                if (!plain) finish(block, h, row, first, whole);
+                weigh(block, row, lse + at, delta + at, whole, plain);
+                if (gradient.d_bias || gradient.d_slopes || problem.softcap)
+                    collect(block, h, row, first, count, slope);
+            } else {
+                memset(block.score + row * QUERIES, 0, sizeof(Real) * whole);
+                memset(block.d_weight + row * QUERIES, 0, sizeof(Real) * whole);
+            }
+            if constexpr (PAIRS)
+                if (row % 2) round(block, row - 1, whole, used);
         }
         if (gradient.d_slopes) ((Real *)gradient.d_slopes)[head * gradient.chunks + block.chunk] += slope;
-        if constexpr (PAIRS) round(block, even, whole, used);
         const Element *outs = out_rows + local * value_panels * rows * PANEL,
                       *queries = q_rows + local * key_panels * rows * PANEL;
         for (int64_t a = 0; a < value_panels; a++)
@@ -257,24 +260,23 @@ template <class T, class Op> struct Backward {
         Real *to = dq + (local * chunks + block.chunk) * lines * rows + first;
         for (int64_t c = 0; c < count; c += PANEL)
             multiply<Op, true, false, QUERIES>((int)problem.d, smaller<int64_t>(PANEL, count - c), block.key_columns,
-                                               KEYS, block.d_score_pairs + c * Op::PAIR, to + c, rows, even,
-                                               block.unused);
+                                               KEYS, block.d_score_pairs + Op::template place<QUERIES>(0, c), to + c,
+                                               rows, even, block.unused);
     }
 
-    // Rounds weights and gradients of scores to bfloat16, the latter in two layouts; zeros up to `used`.
-    void round(const Block &block, int64_t rows, int64_t count, int64_t used) const {
-        for (int64_t row = 0; row < rows && count < used; row++)
-            memset(block.weights + row * QUERIES + count, 0, sizeof(Element) * (used - count)),
-                memset(block.d_scores + row * QUERIES + count, 0, sizeof(Element) * (used - count));
-        for (int64_t row = 0; row < rows; row += 2)
-            for (int64_t n = 0; n < count; n += LANES) {
-                int64_t at = row * QUERIES + n, next = at + QUERIES;
-                Op::round(block.weights + at, load(block.score + at)),
-                    Op::round(block.weights + next, load(block.score + next));
-                Op::round(block.d_scores + at, load(block.d_weight + at)),
-                    Op::round(block.d_scores + next, load(block.d_weight + next));
-                Op::pair(block.d_score_pairs + at + n, load(block.d_weight + at), load(block.d_weight + next));
-            }
+    // Rounds two rows of weights and of gradients of scores to bfloat16, the latter in two layouts; zeros up to `used`.
+    void round(const Block &block, int64_t row, int64_t count, int64_t used) const {
+        for (int64_t at = row * QUERIES; at < (row + 2) * QUERIES && count < used; at += QUERIES)
+            memset(block.weights + at + count, 0, sizeof(Element) * (used - count)),
+                memset(block.d_scores + at + count, 0, sizeof(Element) * (used - count));
+        for (int64_t n = 0; n < count; n += LANES) {
+            int64_t at = row * QUERIES + n, next = at + QUERIES;
+            Vector first = load(block.d_weight + at), second = load(block.d_weight + next);
+            Op::round(block.weights + at, load(block.score + at)),
+                Op::round(block.weights + next, load(block.score + next));
+            Op::round(block.d_scores + at, first), Op::round(block.d_scores + next, second);
+            Op::pair(block.d_score_pairs + Op::template place<QUERIES>(row / 2, n), first, second);
+        }
     }
 
     // Goes through all queries that see a key of a block.
@@ -349,9 +351,7 @@ template <class T, class Op> struct Backward {
     }
 
     // Operations of the products of a head of keys.
-    double operations() const {
-        return 5. * (problem.h / problem.g) * problem.t * problem.s * (problem.d + problem.w);
-    }
+    double operations() const { return 5. * (problem.h / problem.g) * problem.t * problem.s * (problem.d + problem.w); }
 
     // Calls f(n) for every n < count, on threads.
     template <class F> void run_all(int64_t count, F f) {

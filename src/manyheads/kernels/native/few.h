@@ -75,7 +75,7 @@ template <class T, class Op> struct FewQueries {
                 const T *keys = row_at<T>(problem.k, problem.k_stride, queries.b, queries.g, first + c + j);
                 int64_t later = smaller<int64_t>(LANES, problem.s - (first + c + j) - AHEAD);  // keys to prefetch
                 for (int64_t n = 0; n < later; n++) fetch(keys + (AHEAD + n) * problem.k_stride[2], problem.d);
-                pack_columns<Op>(queries.panel + j * Op::PAIR, keys, problem.k_stride + 2,
+                pack_columns<Op>(queries.panel + Op::place(0, j), keys, problem.k_stride + 2,
                                  smaller<int64_t>(LANES, columns - j), problem.d);
             }
             multiply<Op, false, false>((int)rows, columns, queries.packed, depth, queries.panel, to + c, STEP, depth,

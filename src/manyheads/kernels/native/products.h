@@ -168,13 +168,14 @@ constexpr Real EXTREME_FROM = 0x1p32f;  // or below its inverse, except for 0
 #endif
 
 // How numbers are multiplied and laid out in panels: one by one in float32 (Single), in bfloat16 by pairs (Pairs) or in
-// tiles (Tiles). A panel is [k / PAIR][PANEL][PAIR], a row on the left side [k]. A product reads k rounded up to
-// DEPTH_MULTIPLE, where the numbers must be 0, and rows on the left rounded up to ROWS_MULTIPLE, which may be anything; it
-// writes as many rows.
+// tiles (Tiles). A unit is a number, or a pair of numbers. A panel is [k / PAIR][PANEL] units, or in tiles
+// [k / 32][PANEL / 16][16][16]; `place` returns where a unit is. A row on the left side is [k]. A product reads k rounded up
+// to DEPTH_MULTIPLE, where the numbers must be 0, and rows on the left rounded up to ROWS_MULTIPLE, which may be anything;
+// it writes as many rows.
 struct Single {
     typedef Real Element;
     struct Session {};  // a thread has one while it multiplies
-    // Returns LANES units (numbers, or pairs of them) of a row of n numbers, from unit x on; zeros beyond its end.
+    // Returns LANES units of a row of n numbers, from unit x on; zeros beyond its end.
     template <class T> INLINE Vector units(const T *row, int64_t step, int64_t x, int64_t n) {
         if (step == 1) return x + LANES <= n ? widen(row + x) : widen_first(row + x, n - x);
         Real at[LANES];
@@ -198,6 +199,7 @@ struct Single {
         *kind |= (bit_mask(infinite) ? INFINITE : 0) | (bit_mask(extreme) ? EXTREME : 0);
     }
     static constexpr int PAIR = 1, DEPTH_MULTIPLE = 1, ROWS_MULTIPLE = 1, KEYS = 256;  // KEYS: keys in a step
+    template <int STEP = PANEL> INLINE int64_t place(int64_t unit, int64_t column) { return unit * STEP + column; }
     INLINE Real pack(Real x) { return x; }
     INLINE Real unpack(Real x) { return x; }
     INLINE Vector left(const Real *a) { return broadcast(*a); }
@@ -236,6 +238,9 @@ struct Pairs {
             kind[n] |= (most[n] >= 0x7f80 ? INFINITE : 0) | (most[n] > high || least[n] < low - 1 ? EXTREME : 0);
     }
     static constexpr int PAIR = 2, DEPTH_MULTIPLE = 2, ROWS_MULTIPLE = 1, KEYS = 512;
+    template <int STEP = PANEL> INLINE int64_t place(int64_t unit, int64_t column) {
+        return (unit * STEP + column) * PAIR;
+    }
     INLINE BFloat16 pack(Real x) {
         BFloat16 y;
         narrow(x, y);
@@ -276,18 +281,28 @@ struct Pairs {
 #endif
 
 #if defined(TILES)
-// Products in AMX tiles of 16 rows of 64 bytes: four tiles hold the sums of 32 rows and 32 columns. The layout is that of
-// pairs.
+// Products in AMX tiles of 16 rows of 64 bytes: four tiles hold the sums of 32 rows and 32 columns. The rows of a panel's
+// tile are adjacent, so that a processor prefetches them: loading a tile reads 1 KB.
 struct Tiles : Pairs {
     static constexpr int DEPTH_MULTIPLE = 32, ROWS_MULTIPLE = 16, KEYS = 128;
+    static constexpr int TILE = 512;  // numbers in a tile
     typedef TileSession Session;
+
+    template <int STEP = PANEL> INLINE int64_t place(int64_t unit, int64_t column) {
+        return (unit / 16 * (STEP / 16) + column / 16) * TILE + (unit % 16 * 16 + column % 16) * PAIR;
+    }
+    INLINE void values(BFloat16 *to, const BFloat16 *row, const BFloat16 *second, int64_t step, int64_t width,
+                       uint8_t *kind) {
+        BFloat16 units[PANEL * PAIR];
+        Pairs::values(units, row, second, step, width, kind);
+        for (int64_t column = 0; column < PANEL; column += 16)
+            memcpy(to + place(0, column), units + column * PAIR, 16 * PAIR * sizeof(BFloat16));
+    }
 
     // to [32 or 16 rows, 16 or 32 columns] (+)= a · panel
     template <int ROWS, int COLUMNS, bool ADD, int STEP>
     INLINE void block(const BFloat16 *a, int64_t a_row, const BFloat16 *panel, Real *to, int64_t to_row, int64_t k) {
-        constexpr int64_t across = 16 * PAIR;  // the distance between adjacent tiles of a panel
-        int64_t a_step = a_row * sizeof(BFloat16), step = STEP * PAIR * sizeof(BFloat16),
-                to_step = to_row * sizeof(Real);
+        int64_t a_step = a_row * sizeof(BFloat16), to_step = to_row * sizeof(Real);
         const BFloat16 *b = a + 16 * a_row;
         Real *low = to + 16 * to_row;
         if (ADD) {
@@ -302,9 +317,9 @@ struct Tiles : Pairs {
             if (ROWS == 2 && COLUMNS == 2) tile_zero<3>();
         }
         for (int64_t x = 0; x < k; x += DEPTH_MULTIPLE) {
-            tile_load<4>(a + x, a_step), tile_load<6>(panel + x * STEP, step);
+            tile_load<4>(a + x, a_step), tile_load<6>(panel + x * STEP, 64);
             tile_multiply<0, 4, 6>();
-            if (COLUMNS == 2) tile_load<7>(panel + x * STEP + across, step), tile_multiply<1, 4, 7>();
+            if (COLUMNS == 2) tile_load<7>(panel + x * STEP + TILE, 64), tile_multiply<1, 4, 7>();
             if (ROWS == 2) tile_load<5>(b + x, a_step), tile_multiply<2, 5, 6>();
             if (ROWS == 2 && COLUMNS == 2) tile_multiply<3, 5, 7>();
         }
@@ -320,7 +335,7 @@ struct Tiles : Pairs {
         for (int i = 0; i < rows; i += 32, a += 32 * a_row, to += 32 * to_row) {
             bool two = rows - i > 16;
             for (int64_t c = 0; c < columns; c += 32) {
-                const BFloat16 *b = panel + c * PAIR;
+                const BFloat16 *b = panel + place(0, c);
                 if (two && columns - c > 16) block<2, 2, ADD, STEP>(a, a_row, b, to + c, to_row, k);
                 else if (two) block<2, 1, ADD, STEP>(a, a_row, b, to + c, to_row, k);
                 else if (columns - c > 16) block<1, 2, ADD, STEP>(a, a_row, b, to + c, to_row, k);
@@ -432,7 +447,7 @@ INLINE void pack_columns(typename Op::Element *to, const T *rows, const int64_t 
             if (j + 1 == count) scatter(block);  // which takes less time than transposing a single row
             else transpose(block);
             for (int64_t n = 0; n < smaller<int64_t>(LANES, units - x); n++)
-                store((Real *)to + (x + n) * PANEL + j, block[n]);
+                store((Real *)(to + Op::place(x + n, j)), block[n]);
         }
         if constexpr (SQUARES) store(squares + j, sums(square));
     }
@@ -470,21 +485,18 @@ template <class Op> INLINE Real squared_norm(const typename Op::Element *row, in
 }
 
 // Packs rows as the rows of panels [panels of width][PANEL rows, PANEL], which are `apart` numbers from each other; non-finite
-// numbers become 0. kinds [count]: the flags of each row.
+// numbers become 0. kinds [PANEL]: the flags of each row.
 template <class Op, class T>
 static void pack_rows(typename Op::Element *to, int64_t apart, const T *rows, const int64_t stride[2], int64_t count,
                       int64_t width, uint8_t *kinds) {
-    memset(kinds, 0, count);
-    for (int64_t a = 0; a * PANEL < width; a++) {
-        typename Op::Element *panel = to + a * apart;
-        for (int64_t j = 0; j < count; j += Op::PAIR) {
+    int64_t end = round_up(count, Op::DEPTH_MULTIPLE);
+    memset(kinds, 0, end);
+    for (int64_t a = 0; a * PANEL < width; a++)
+        for (int64_t j = 0; j < end; j += Op::PAIR) {
             const T *row = rows + a * PANEL * stride[1] + j * stride[0];
-            Op::values(panel + j * PANEL, row, j + 1 < count ? row + stride[0] : nullptr, stride[1],
-                       smaller<int64_t>(PANEL, width - a * PANEL), kinds + j);
+            Op::values(to + a * apart + Op::place(j / Op::PAIR, 0), row, j + 1 < count ? row + stride[0] : nullptr,
+                       stride[1], j < count ? smaller<int64_t>(PANEL, width - a * PANEL) : 0, kinds + j);
         }
-        int64_t end = round_up(count, Op::PAIR);
-        memset(panel + end * PANEL, 0, sizeof(*to) * (round_up(count, Op::DEPTH_MULTIPLE) - end) * PANEL);
-    }
 }
 
 // Returns true if one of them has this flag.
