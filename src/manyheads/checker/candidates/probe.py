@@ -50,6 +50,7 @@ from manyheads.checker.oracle import Inputs, Outputs, largest_difference
 from manyheads.checker.parts import Window
 
 LAYOUTS = {"batch": "sequence", "sequence": "batch"}  # and the other one
+DECODER = re.compile(r"(?:is_|as_)?decoder|unidirectional")  # flags without which nothing may be causal
 SQUARES = (16, 64, 49, 196)  # numbers of tokens to try where no constructor argument gives one
 
 
@@ -525,6 +526,8 @@ def find_causality(adapter: AttentionAdapter, g: torch.Generator) -> None:
     settings = {path.rpartition(".")[2]: value for path, value in adapter.description.settings.items()}
     values = {**settings, **adapter.description.attributes, **adapter.init}
     on = [name for name in values if values[name] is True and name in flags]
+    defaults = {arg.name: arg.default for arg in adapter.description.init or ()}
+    off = any(value is False and DECODER.fullmatch(name) for name, value in {**defaults, **values}.items())
     if adapter.kind in ("sdpa", "torch-mha", "hf") and not on:
         return
     required = {arg.name for arg in adapter.description.call if arg.required}
@@ -533,7 +536,7 @@ def find_causality(adapter: AttentionAdapter, g: torch.Generator) -> None:
     if not has_implementations(adapter.description):  # of transformers, where it isn't a mask
         if on and not is_crossing:
             reason = f"built with {on[0]}=True"
-        elif not is_crossing and not any(adapter.init.get(name) is False for name in flags):
+        elif not is_crossing and not any(adapter.init.get(name) is False for name in flags) and not off:
             reason = documentation.causal_reason(adapter.description, adapter.text, adapter.kind)
     if reason is None:
         x = adapter.draw(g, t=T, s=None)
