@@ -239,8 +239,13 @@ def judge_context(
         return [result], name_bugs([result], []), None
     crossing.convention = adapter.convention
     adapter.notes.append(f"checked without and with {name}")
+    uses = [
+        Check("self-attention alone", "convention", f"{argument} has an effect only without {name}.")
+        for argument in (adapter.without_context if isinstance(adapter, AttentionAdapter) else ())
+    ]
     adapter.notes += [f"with {name}: {note}" for note in crossing.notes if note not in adapter.notes]
     checks, diagnosis, pair = judge(crossing, strict, progress, WITH_CONTEXT)
+    checks += apply_strict(uses, strict)
     if crossing.ended is None:
         rebuild(adapter)
     run = [check for check in checks if check.status != "not applicable"]

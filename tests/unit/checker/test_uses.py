@@ -71,3 +71,102 @@ def test_a_cache_that_is_refused_is_not_a_failure() -> None:
     assert report.verdict == "not judged", report
     assert "--arg past=ignore" in str(report).replace("\n", " ")
     assert checker.check(NoPast, args={"past": "ignore"}).passed
+
+
+# -- arguments for self-attention, beside a context ------------------------------------------------
+
+
+class Context(Layer):
+    """Attention to x, or to xa if it is given."""
+
+    def attend(self, x: Tensor, xa: Tensor | None, visible: Tensor | None, rotates: bool = False) -> Tensor:
+        source = x if xa is None else xa
+        q, k, v = self.split(self.q_proj(x)), self.split(self.k_proj(source)), self.split(self.v_proj(source))
+        if rotates:
+            q, k = rotate(q), rotate(k)
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        if visible is not None:
+            scores = scores.masked_fill(~visible, float("-inf"))
+        return self.merge(scores.softmax(-1), v)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Return heads of 6 entries, rotated by their positions."""
+    angles = torch.arange(x.shape[2])[:, None] * 10000.0 ** (-torch.arange(0, 6, 2) / 6)
+    (a, b), cos, sin = x.chunk(2, -1), angles.cos().to(x), angles.sin().to(x)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+class CausalOfSelf(Context):
+    """Attention to x, or to xa if it is given."""
+
+    def forward(self, x: Tensor, xa: Tensor | None = None, causal: bool = False) -> Tensor:
+        visible = past_mask(x.shape[1], x.shape[1]) if causal and xa is None else None
+        return self.attend(x, xa, visible)
+
+
+class CausalSaysCross(CausalOfSelf):
+    """Attention to x, or to xa if it is given.
+
+    causal: mask later keys, in cross attention to xa too.
+    """
+
+
+class CausalIgnored(Context):
+    """Attention to x, or to xa if it is given."""
+
+    def forward(self, x: Tensor, xa: Tensor | None = None, causal: bool = False) -> Tensor:
+        return self.attend(x, xa, None)
+
+
+class MaskOfSelf(Context):
+    """Attention to x, or to xa if it is given. mask: [t, t], boolean, True = visible."""
+
+    def forward(self, x: Tensor, xa: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        return self.attend(x, xa, mask if xa is None else None)
+
+
+class MaskOfKeysDropped(MaskOfSelf):
+    """Attention to x, or to xa if it is given. mask: [b, s] of keys, boolean, True = visible."""
+
+    def forward(self, x: Tensor, xa: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        return self.attend(x, xa, mask[:, None, None] if mask is not None and xa is None else None)
+
+
+class MaskOfPairsDropped(MaskOfSelf):
+    """Attention to x, or to xa if it is given. mask: [b, t, s], boolean, True = visible."""
+
+    def forward(self, x: Tensor, xa: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        return self.attend(x, xa, mask[:, None] if mask is not None and xa is None else None)
+
+
+class WindowOfSelf(Context):
+    """Attention to x, or to xa if it is given. window: the keys on each side of a query that it sees."""
+
+    def forward(self, x: Tensor, xa: Tensor | None = None, window: int | None = None) -> Tensor:
+        i = torch.arange(x.shape[1])
+        visible = None if window is None or xa is not None else (i - i[:, None]).abs() <= window
+        return self.attend(x, xa, visible)
+
+
+class RotaryOfSelf(Context):
+    """Attention to x with rotary positions, or to xa if it is given."""
+
+    def forward(self, x: Tensor, xa: Tensor | None = None) -> Tensor:
+        return self.attend(x, xa, None, rotates=xa is None)
+
+
+@pytest.mark.parametrize("right", [CausalOfSelf, MaskOfSelf, WindowOfSelf, RotaryOfSelf])
+def test_what_is_for_self_attention_alone_is_a_convention(right: type[nn.Module]) -> None:
+    report = checker.check(right)
+    assert report.passed, report
+    if right is not RotaryOfSelf:
+        assert status(report, "self-attention alone") == "convention"
+        assert checker.check(right, strict=["self-attention-alone"]).verdict == "failed"
+
+
+def test_a_flag_or_a_mask_that_a_context_needs_is_no_convention() -> None:
+    for wrong in (CausalSaysCross, CausalIgnored):
+        assert bugs(checker.check(wrong)) == ["causal-ignored"]
+    for doubtful in (MaskOfKeysDropped, MaskOfPairsDropped):
+        assert checker.check(doubtful).verdict != "passed"

@@ -108,6 +108,7 @@ class AttentionAdapter(Adapter):
         self.cache: Cache | None = None  # how its cache of earlier keys is used
         self.cache_problem = ""  # why that isn't known, if it seems to have one
         self.vectors: dict[str, str] = {}  # "q", "k" or "qk" by the role of each argument for such vectors
+        self.without_context: list[str] = []  # arguments that have an effect only in calls without a context
         self.head_mask_letters = "h"  # the axes of a head mask
         self.window_size = 1  # how many keys a window has besides those before the query
         self.mechanism = ""  # other than softmax attention, in the words of its documentation

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -134,7 +135,7 @@ def open_with_context(adapter: Adapter) -> AttentionAdapter | str:
     arguments = adapter.candidate.describe().init or ()
     # Layers that are causal on request attend to a context without a causal mask.
     off = {arg.name: False for arg in arguments if arg.name in flags and arg.default is False}
-    unused = masks_without_context(adapter)
+    unused = unused_with_context(adapter)
     ignored = {**dict.fromkeys(unused, "ignore"), **options.arguments}
     try:
         crossing = open_attention(
@@ -148,21 +149,66 @@ def open_with_context(adapter: Adapter) -> AttentionAdapter | str:
     return crossing
 
 
-def masks_without_context(adapter: Adapter) -> dict[str, str]:
-    """Return the masks that aren't used with a context, and why each can't be judged, "" if documented."""
+def unused_with_context(adapter: Adapter) -> dict[str, str]:
+    """Return the arguments that aren't used with a context, and why each can't be judged, "" if it is right.
+
+    A causal mask, a window or a mask of pairs for all sequences is of the candidate's own tokens in most code,
+    unless documentation says more. A mask that may be one of the context's keys is different.
+    """
+    if not isinstance(adapter, AttentionAdapter):
+        return {}
     description = adapter.description
     context = next(role.name for role in adapter.roles if role.role == "context")
     unused = {}
-    for name in adapter.masks if isinstance(adapter, AttentionAdapter) else ():
+    of_pairs = {name for name, form in adapter.forms.values() if form.is_general and form.is_shared}
+    flags = [adapter.arguments[role] for role in ("causal", "window") if role in adapter.arguments]
+    for name in (*adapter.masks, *flags):
         if documentation.says_without_context(name, context, adapter.text):
             unused[name] = ""
             adapter.notes.append(f"{name} isn't used with {context}, as documented")
+        elif documentation.says_with_context(name, context, adapter.text):
+            continue
+        elif (name in of_pairs or name in flags) and has_no_effect_with(adapter, context, name):
+            unused[name] = ""
+            adapter.without_context.append(name)
         elif documentation.is_dropped_with_context(name, context, description.source, adapter.text):
             unused[name] = (
                 f"its code uses it only without {context}, and nothing says that this is meant. If it is, "
                 f"say so in its documentation, or give --arg {context}=ignore."
             )
     return unused
+
+
+def has_no_effect_with(adapter: AttentionAdapter, context: str, name: str) -> bool:
+    """Return True if a call with a context gives the same output with and without a mask, a flag or a window.
+
+    The mask has the sizes of one without a context or those of one with it; both are tried.
+    """
+    g = torch.Generator().manual_seed(6)
+    x = adapter.draw(g)
+    call, other = adapter.call(x), adapter.draw(g, t=S)
+    named = dict(zip(adapter.positional, call.args, strict=False)) | call.kwargs
+    named = {key: value for key, value in named.items() if key != name} | {context: adapter.to_context(other.key)}
+    values: list[Any]
+    if name == adapter.arguments.get("causal"):
+        named[name], values = False, [True]
+    elif name == adapter.arguments.get("window"):
+        values = [1, 2]
+    else:
+        form = next(form for other_name, form in adapter.forms.values() if other_name == name)
+        values = [
+            form.write(torch.ones(x.b, 1, x.t, keys).tril().bool(), x.query.dtype) for keys in (x.s, other.s)
+        ]
+    try:
+        plain = adapter.read(adapter.candidate.call(replace(call, args=(), kwargs=named)).output, x, strict=False)
+    except (CodeError, UnexpectedOutput):
+        return False
+    outs = []
+    for value in values:
+        with suppress(CodeError, UnexpectedOutput):  # a mask of other sizes may not be accepted
+            output = adapter.candidate.call(replace(call, args=(), kwargs={**named, name: value})).output
+            outs.append(adapter.read(output, x, strict=False).out)
+    return bool(outs) and all(torch.equal(out, plain.out) for out in outs)
 
 
 def names_context(tried: Mapping[str, str]) -> bool:

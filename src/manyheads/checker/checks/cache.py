@@ -94,12 +94,11 @@ def check_cache(adapter: AttentionAdapter) -> Check:
 
 
 def find_refusal(cache: Cache) -> str | None:
-    """Return the reason if the candidate's own code raises an error in every step after the first, else None."""
+    """Return why the candidate's own code raises an error in every step after the first, or None."""
     reason = None
     for lengths in ((4, 1), (1, 1), (4, 3)):
         run = cache.run(Sequence(cache.draw(41, 2, sum(lengths)), lengths))
-        is_refusal = isinstance(run.error, CodeError) and run.error.is_refusal
-        if not is_refusal or len(run.outs[0]) > 1:
+        if not isinstance(run.error, CodeError) or not run.error.is_refusal or len(run.outs[0]) > 1:
             return None
         reason = run.error.reason if run.outs[0] else reason
     return reason
