@@ -149,18 +149,18 @@ class WindowOfSelf(Context):
         return self.attend(x, xa, visible)
 
 
-class RotaryOfSelf(Context):
+class OrderOfSelf(Context):
     """Attention to x with rotary positions, or to xa if it is given."""
 
     def forward(self, x: Tensor, xa: Tensor | None = None) -> Tensor:
         return self.attend(x, xa, None, rotates=xa is None)
 
 
-@pytest.mark.parametrize("right", [CausalOfSelf, MaskOfSelf, WindowOfSelf, RotaryOfSelf])
+@pytest.mark.parametrize("right", [CausalOfSelf, MaskOfSelf, WindowOfSelf, OrderOfSelf])
 def test_what_is_for_self_attention_alone_is_a_convention(right: type[nn.Module]) -> None:
     report = checker.check(right)
     assert report.passed, report
-    if right is not RotaryOfSelf:
+    if right is not OrderOfSelf:
         assert status(report, "self-attention alone") == "convention"
         assert checker.check(right, strict=["self-attention-alone"]).verdict == "failed"
 

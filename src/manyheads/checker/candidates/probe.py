@@ -152,8 +152,8 @@ def open_with_context(adapter: Adapter) -> AttentionAdapter | str:
 def unused_with_context(adapter: Adapter) -> dict[str, str]:
     """Return the arguments that aren't used with a context, and why each can't be judged, "" if it is right.
 
-    A causal mask, a window or a mask of pairs for all sequences is of the candidate's own tokens in most code,
-    unless documentation says more. A mask that may be one of the context's keys is different.
+    A causal flag, a window or a mask of pairs that the batch shares is usually for self-attention alone, if
+    documentation says nothing. A mask that may be one of the context's keys is different.
     """
     if not isinstance(adapter, AttentionAdapter):
         return {}
@@ -185,30 +185,21 @@ def has_no_effect_with(adapter: AttentionAdapter, context: str, name: str) -> bo
     The mask has the sizes of one without a context or those of one with it; both are tried.
     """
     g = torch.Generator().manual_seed(6)
-    x = adapter.draw(g)
-    call, other = adapter.call(x), adapter.draw(g, t=S)
+    x, other = adapter.draw(g), adapter.draw(g, t=S)
+    call = adapter.call(x)
     named = dict(zip(adapter.positional, call.args, strict=False)) | call.kwargs
-    named = {key: value for key, value in named.items() if key != name} | {context: adapter.to_context(other.key)}
-    values: list[Any]
-    if name == adapter.arguments.get("causal"):
-        named[name], values = False, [True]
-    elif name == adapter.arguments.get("window"):
-        values = [1, 2]
-    else:
-        form = next(form for other_name, form in adapter.forms.values() if other_name == name)
-        values = [
-            form.write(torch.ones(x.b, 1, x.t, keys).tril().bool(), x.query.dtype) for keys in (x.s, other.s)
-        ]
-    try:
-        plain = adapter.read(adapter.candidate.call(replace(call, args=(), kwargs=named)).output, x, strict=False)
-    except (CodeError, UnexpectedOutput):
-        return False
+    named[context] = adapter.to_context(other.key)
+    of_flags: dict[str, list[Any]] = {"causal": [False, True], "window": [None, 1, 2]}
+    values = next((each for role, each in of_flags.items() if adapter.arguments.get(role) == name), [None])
+    for form in [form for argument, form in adapter.forms.values() if argument == name]:
+        keeps = (torch.ones(x.b, 1, x.t, keys).tril().bool() for keys in (x.s, other.s))
+        values = [*values, *(form.write(keep, x.query.dtype) for keep in keeps)]
     outs = []
     for value in values:
         with suppress(CodeError, UnexpectedOutput):  # a mask of other sizes may not be accepted
             output = adapter.candidate.call(replace(call, args=(), kwargs={**named, name: value})).output
             outs.append(adapter.read(output, x, strict=False).out)
-    return bool(outs) and all(torch.equal(out, plain.out) for out in outs)
+    return len(outs) > 1 and all(torch.equal(out, outs[0]) for out in outs)
 
 
 def names_context(tried: Mapping[str, str]) -> bool:
