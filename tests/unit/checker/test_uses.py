@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from manyheads import checker
 from tests.unit.checker.test_round_8 import Layer, bugs
@@ -170,3 +170,73 @@ def test_a_flag_or_a_mask_that_a_context_needs_is_no_convention() -> None:
         assert bugs(checker.check(wrong)) == ["causal-ignored"]
     for doubtful in (MaskOfKeysDropped, MaskOfPairsDropped):
         assert checker.check(doubtful).verdict != "passed"
+
+
+# -- caches of a fixed length, which a method makes ------------------------------------------------
+
+
+class Static(Layer):
+    """Causal attention. Call setup_caches first; `input_pos` are the positions of x, [t]."""
+
+    rows_by_length = False
+
+    def setup_caches(self, max_batch: int, max_seq: int, dtype: torch.dtype) -> None:
+        shape = (max_batch, self.num_heads, max_seq, self.q_proj.out_features // self.num_heads)
+        self.k_cache, self.v_cache = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        self.visible = torch.ones(max_seq, max_seq).tril().bool()
+
+    def forward(self, x: Tensor, input_pos: Tensor | None = None) -> Tensor:
+        b, t, _ = x.shape
+        input_pos = torch.arange(t) if input_pos is None else input_pos
+        visible = self.visible[:t] if self.rows_by_length else self.visible[input_pos]
+        q, k, v = self.heads(x)
+        self.k_cache[:b, :, input_pos], self.v_cache[:b, :, input_pos] = (
+            k.to(self.k_cache),
+            v.to(self.v_cache),
+        )
+        scores = q @ self.k_cache[:b].mT.to(q) / q.shape[-1] ** 0.5
+        scores = scores.masked_fill(~visible, float("-inf"))
+        return self.merge(scores.softmax(-1), self.v_cache[:b].to(q))
+
+
+class StaticRowsByLength(Static):
+    """Causal attention. Call setup_caches first; `input_pos` are the positions of x, [t]."""
+
+    rows_by_length = True
+
+
+class Freed(Static):
+    """Causal attention, over a cache between allocate_cache and free_cache. `input_pos`: [t]."""
+
+    capacity = 20
+
+    def __init__(self, dim: int = 24, num_heads: int = 4) -> None:
+        super().__init__(dim, num_heads)
+        self.free_cache()
+
+    def allocate_cache(self, batch: int) -> None:
+        self.setup_caches(batch, self.capacity, torch.float32)
+
+    def free_cache(self) -> None:
+        self.visible: Tensor | None = None
+
+    def forward(self, x: Tensor, input_pos: Tensor | None = None) -> Tensor:
+        if self.visible is not None:
+            return super().forward(x, input_pos)
+        q, k, v = self.heads(x)
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        visible = past_mask(x.shape[1], x.shape[1])
+        return self.merge(scores.masked_fill(~visible, float("-inf")).softmax(-1), v)
+
+
+class FreedRowsByLength(Freed):
+    """Causal attention, over a cache between allocate_cache and free_cache. `input_pos`: [t]."""
+
+    rows_by_length = True
+
+
+@pytest.mark.parametrize(("right", "wrong"), [(Static, StaticRowsByLength), (Freed, FreedRowsByLength)])
+def test_a_method_makes_the_cache(right: type[nn.Module], wrong: type[nn.Module]) -> None:
+    report = checker.check(right)
+    assert report.passed and status(report, "cache") == "passed", report
+    assert bugs(checker.check(wrong)) == ["first-key-only"]

@@ -369,9 +369,8 @@ def says_without_context(name: str, context: str, text: str) -> bool:
 def says_with_context(name: str, context: str, text: str) -> bool:
     """Return True if documentation of a mask or a flag speaks of the context, or of attention to it."""
     other = re.escape(context)
-    lines = re.sub(
-        rf"\b{other}(?: ?: ?[\w\[\]. |]+)? ?= ?None", "", lines_about(name, text)
-    )  # of a signature
+    signature = rf"\b{other}(?: ?: ?[\w\[\]. |]+)? ?= ?None"
+    lines = re.sub(signature, "", lines_about(name, text))
     return re.search(rf"\b(?:cross|{other})\b", lines, re.I) is not None
 
 

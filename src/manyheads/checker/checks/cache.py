@@ -260,7 +260,7 @@ def compare_sequences(
     if cache.can_restart:
         reset = "after a reset" if cache.reset else "after another"
         trials.append((f"a second sequence {reset} differs", "cache-not-emptied", cache, [first, second]))
-        if cache.passed or not cache.make(1):
+        if cache.passed or cache.remakes or not cache.make(1):
             reason = f"a sequence of another batch size {reset} differs"
             trials.append((reason, "", cache, [first, Sequence(single, steps), second]))
     if cache.is_optional and not cache.adapter.prepare(1):
