@@ -216,12 +216,13 @@ class Freed(Static):
 
     def allocate_cache(self, batch: int) -> None:
         self.setup_caches(batch, self.capacity, torch.float32)
+        self.is_allocated = True
 
     def free_cache(self) -> None:
-        self.visible: Tensor | None = None
+        self.is_allocated = False
 
     def forward(self, x: Tensor, input_pos: Tensor | None = None) -> Tensor:
-        if self.visible is not None:
+        if self.is_allocated:
             return super().forward(x, input_pos)
         q, k, v = self.heads(x)
         scores = q @ k.mT / q.shape[-1] ** 0.5
@@ -238,5 +239,72 @@ class FreedRowsByLength(Freed):
 @pytest.mark.parametrize(("right", "wrong"), [(Static, StaticRowsByLength), (Freed, FreedRowsByLength)])
 def test_a_method_makes_the_cache(right: type[nn.Module], wrong: type[nn.Module]) -> None:
     report = checker.check(right)
-    assert report.passed and status(report, "cache") == "passed", report
+    assert (report.verdict, status(report, "cache")) == ("passed", "passed"), report
     assert bugs(checker.check(wrong)) == ["first-key-only"]
+
+
+# -- attention of the first token alone ------------------------------------------------------------
+
+
+class OfClass(Layer):
+    """Class attention: the first token, that of the class, attends to all tokens.
+
+    x: (b, n, e). mask: (b, n), True = visible. Returns (b, 1, e).
+    """
+
+    factor = 6**-0.5
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.split(self.q_proj(x[:, :1])), self.split(self.k_proj(x)), self.split(self.v_proj(x))
+        scores = q @ k.mT * self.factor
+        if mask is not None:
+            scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
+        return self.merge(self.drop(scores.softmax(-1)), v)
+
+    def drop(self, weights: Tensor) -> Tensor:
+        return weights
+
+
+class OfClassSqueezed(OfClass):
+    """Class attention: the first token attends. Returns (b, e) and the weights (b, h, 1, n)."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        q, k = self.split(self.q_proj(x[:, 0:1])), self.split(self.k_proj(x))
+        weights = (q @ k.mT * self.factor).softmax(-1)
+        return self.merge(weights, self.split(self.v_proj(x))).squeeze(1), weights
+
+
+class OfClassUnscaled(OfClass):
+    """Class attention: the first token attends. mask: (b, n), True = visible. Returns (b, 1, e)."""
+
+    factor = 1.0
+
+
+class OfClassDrops(OfClass):
+    """Class attention: the first token attends. mask: (b, n), True = visible. Returns (b, 1, e)."""
+
+    def drop(self, weights: Tensor) -> Tensor:
+        return nn.functional.dropout(weights, 0.2)
+
+
+class OfMean(OfClassSqueezed):
+    """Attention pooling: the mean of all tokens attends. Returns (b, e)."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(torch.cat((x.mean(1, keepdim=True), x), 1))[0]
+
+
+@pytest.mark.parametrize("right", [OfClass, OfClassSqueezed])
+def test_class_attention(right: type[nn.Module]) -> None:
+    report = checker.check(right)
+    assert report.passed, report
+
+
+def test_bugs_of_class_attention_are_named() -> None:
+    assert bugs(checker.check(OfClassUnscaled)) == ["unscaled"]
+    assert bugs(checker.check(OfClassDrops)) == ["dropout-left-on"]
+
+
+def test_a_pooled_query_is_not_judged() -> None:
+    with pytest.raises(checker.Unclear, match=r"one row for all tokens.* forward\(x, context\)"):
+        checker.check(OfMean)

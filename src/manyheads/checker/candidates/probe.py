@@ -264,6 +264,7 @@ def probe(adapter: AttentionAdapter) -> AttentionAdapter:
     if is_required := any(map(adapter.is_required, VECTORS)):
         find_vectors(adapter, g)
     find_counts(adapter, g)
+    find_first_token(adapter, g)
     if adapter.weights is not None and adapter.options.layout is None:
         find_tokens(adapter, g)
         find_images(adapter, g)
@@ -355,6 +356,44 @@ def find_counts(adapter: AttentionAdapter, g: torch.Generator) -> None:
         adapter.unjudged[name] = (
             f"{error}, and nothing says what becomes of them. If {name} is the number of all tokens, give "
             f"--arg {name}=length."
+        )
+
+
+def find_first_token(adapter: AttentionAdapter, g: torch.Generator) -> None:
+    """Find whether only the first token attends, as in CaiT's class attention: the output has one row.
+
+    The other tokens can then have any order. If the output is random, the code shows it.
+    """
+    if adapter.kind != "self" or adapter.weights is None:
+        return
+    name, source = re.escape(adapter.arguments["x"]), adapter.description.source
+
+    def output(x: Inputs, seed: int = 0) -> torch.Tensor | None:
+        """Return the only row of the output of each sequence, `[b, e]`."""
+        with suppress(CodeError):
+            tensors = top_tensors(adapter.answer(x, seed=seed).output)
+            rows = [y.flatten(0, -2) for y in tensors[:1] if y.shape[:-1] in ((x.b,), (x.b, 1))]
+            return rows[0] if rows and rows[0].is_floating_point() else None
+        return None
+
+    x, other = adapter.draw(g, t=S), adapter.draw(g, t=T)
+    orders = ([0, *range(S - 1, 0, -1)], [*range(S - 1, -1, -1)])
+    outs = [output(x.but(query=x.query[:, order])) for order in (range(S), *orders)]
+    if output(other) is None or outs[0] is None or outs[1] is None or outs[2] is None:
+        return
+    others_moved, all_moved = (largest_difference(out, outs[0]) for out in (outs[1], outs[2]))
+    adapter.asks_first = others_moved < 1e-4 * float(outs[0].abs().max()) < all_moved
+    is_random = (again := output(x, 1)) is None or not torch.equal(again, outs[0])
+    code, words = rf"\b{name}\[:, ?(?:0|:1|0:1)\b", r"\b(?:first|class|cls)[- ]token\b"
+    is_shown = re.search(code, source) or re.search(words, adapter.text, re.I)
+    adapter.asks_first |= is_random and is_shown is not None
+    if adapter.asks_first:
+        adapter.notes.append("only the first token attends, so calls have each token first in turn")
+    elif re.search(r"\bcls\b|class[- ]token|\bpool|\.mean\(", f"{adapter.text} {source}", re.I):
+        raise Unclear(
+            f"{adapter.description.name} returns one row for all tokens, and it isn't that of the first "
+            "token: perhaps its query is a mean, or it has positions, which isn't supported. To check the "
+            "attention in it, move it to a module that takes the queries, forward(x, context)."
         )
 
 
