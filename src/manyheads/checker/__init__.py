@@ -27,6 +27,7 @@ from manyheads.checker.candidates.construct import KINDS, find_kind
 from manyheads.checker.candidates.errors import Unclear
 from manyheads.checker.candidates.probe import doubt_layout, open_adapter, open_attention, open_with_context
 from manyheads.checker.candidates.settings import (
+    CACHE_FLAG,
     MOST,
     MOST_FLAGS,
     MOST_PLAUSIBLE,
@@ -37,6 +38,7 @@ from manyheads.checker.candidates.settings import (
 )
 from manyheads.checker.checks import Check, apply_strict, is_random, run_checks
 from manyheads.checker.checks.behavior import check_context
+from manyheads.checker.checks.cache import find_refusal
 from manyheads.checker.diagnosis import EXPLAINED, Diagnosis, Pair, diagnose, find_pair, name_bugs
 from manyheads.checker.isolation.candidate import Candidate
 from manyheads.checker.isolation.errors import CandidateError, ProcessEnded
@@ -146,7 +148,12 @@ def check_candidate(
         checks.append(replace(compare_with_classic(adapter, classic), name=f"like {classic.name}"))
     is_right = not any(check.status == "failed" for check in checks) and not adapter.unknown
     if is_right and isinstance(adapter, AttentionAdapter):
-        further, found = judge_settings(adapter, given.conventions, progress)
+        unjudged = [check for check in checks if (check.name, check.status) == ("cache", "not judged")]
+        flag = find_cache_flag(adapter) if unjudged else None
+        further, found = judge_settings(adapter, given.conventions, progress, flag)
+        if any((check.name, check.status) == (f"with {flag}", "passed") for check in further):
+            needed = replace(unjudged[0], status="not applicable", reason=f"it needs {flag}")
+            checks[checks.index(unjudged[0])] = needed
         n = len(checks) - (classic is not None)  # the comparison stays last
         checks[n:n], diagnosis = further, diagnosis + found
     return Report(
@@ -232,8 +239,13 @@ def judge_context(
         return [result], name_bugs([result], []), None
     crossing.convention = adapter.convention
     adapter.notes.append(f"checked without and with {name}")
+    uses = [
+        Check("self-attention alone", "convention", f"{argument} has an effect only without {name}.")
+        for argument in (adapter.without_context if isinstance(adapter, AttentionAdapter) else ())
+    ]
     adapter.notes += [f"with {name}: {note}" for note in crossing.notes if note not in adapter.notes]
     checks, diagnosis, pair = judge(crossing, strict, progress, WITH_CONTEXT)
+    checks += apply_strict(uses, strict)
     if crossing.ended is None:
         rebuild(adapter)
     run = [check for check in checks if check.status != "not applicable"]
@@ -242,10 +254,14 @@ def judge_context(
 
 
 def judge_settings(
-    adapter: AttentionAdapter, strict: Collection[str], progress: Callable[[str], None]
+    adapter: AttentionAdapter,
+    strict: Collection[str],
+    progress: Callable[[str], None],
+    flag: Setting | None = None,
 ) -> tuple[list[Check], list[Diagnosis]]:
-    """Check the candidate again with each option of its constructor that is off by default."""
-    settings = find_settings(adapter)
+    """Check the candidate again with each option of its constructor that is off by default, a flag first."""
+    settings = [setting for setting in find_settings(adapter) if flag is None or setting.name != flag.name]
+    settings = ([] if flag is None else [flag]) + settings
     known = {setting.name for setting in settings}
     places = find_places(adapter) if adapter.description.type == "class" else ()
     off = [place.argument.name for place in places if place.value is None or place.value is False]
@@ -313,6 +329,17 @@ def judge_setting(
     if unjudged := failed + [check for check in checks if check.status == "not judged"]:
         return Check("", "could not be checked", unjudged[0].reason), []
     return Check("", "passed", ", ".join(check.name for check in checks if check.status == "passed")), []
+
+
+def find_cache_flag(adapter: AttentionAdapter) -> Setting | None:
+    """Return the first flag of the constructor that is off and with which steps with a cache are accepted."""
+    for place in [each for each in find_places(adapter) if each.value is False][:MOST_FLAGS]:
+        setting = Setting(place.argument.name, True, False, CACHE_FLAG, place.set(adapter, True))
+        with contextlib.suppress(Unclear):
+            other = open_attention(adapter.candidate, replace(adapter.options, init=setting.init))
+            if other.cache is not None and find_refusal(other.cache) is None:
+                return setting
+    return None
 
 
 def find_condition(adapter: AttentionAdapter, setting: Setting, x: Inputs) -> str:

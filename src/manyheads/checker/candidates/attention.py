@@ -108,6 +108,8 @@ class AttentionAdapter(Adapter):
         self.cache: Cache | None = None  # how its cache of earlier keys is used
         self.cache_problem = ""  # why that isn't known, if it seems to have one
         self.vectors: dict[str, str] = {}  # "q", "k" or "qk" by the role of each argument for such vectors
+        self.asks_first = False  # whether only the first token attends: calls have each token first in turn
+        self.without_context: list[str] = []  # arguments that have an effect only in calls without a context
         self.head_mask_letters = "h"  # the axes of a head mask
         self.window_size = 1  # how many keys a window has besides those before the query
         self.mechanism = ""  # other than softmax attention, in the words of its documentation
@@ -569,6 +571,7 @@ class AttentionAdapter(Adapter):
         Returns:
             The call.
         """
+        x = self.put_first(x)
         roles, dtype = self.arguments, x.query.dtype
         groups, default_scale = x.query.shape[1] // x.key.shape[1], x.query.shape[-1] ** -0.5
         rows, columns = divide_grid(x.t - self.prefix)
@@ -628,6 +631,41 @@ class AttentionAdapter(Adapter):
         args = tuple(kwargs.pop(name) for name in takewhile(kwargs.__contains__, self.positional))
         options.setdefault("dtype", dtype if dtype != torch.float32 else None)
         return Call(args=args, kwargs=kwargs, before=before, **options)
+
+    def put_first(self, x: Inputs) -> Inputs:
+        """Return x, or for class attention `b·t` sequences: those of x with each of their tokens first."""
+        if not self.asks_first:
+            return x
+
+        def roll(tensor: Tensor | None) -> Tensor | None:
+            """Return a tensor with an entry for each token, `[b, t, …]`, in each order."""
+            rolled = [] if tensor is None else [tensor.roll(-i, 1) for i in range(x.t)]
+            return torch.stack(rolled, 1).flatten(0, 1) if rolled else None
+
+        keep = None
+        if x.keep is not None:  # of each query, by itself
+            rows = x.keep.expand(-1, -1, x.t, -1).unbind(2)
+            keep = torch.stack([row.roll(-i, -1)[:, :, None] for i, row in enumerate(rows)], 1).flatten(0, 1)
+        return x.but(**dict.fromkeys(SEQUENCES, roll(x.query)), padding=roll(x.padding), keep=keep)
+
+    def join_first(self, tensors: list[Tensor], x: Inputs) -> list[Tensor]:
+        """Return the outputs `[b, t, e]` and weights `[b, h, t, s]` of sequences with each token first."""
+        if not self.asks_first:
+            return tensors
+        first, *others = tensors
+        n, h = x.b * x.t, self.heads
+        if first.shape[:-1] in ((n,), (n, 1)):
+            first = first.reshape(x.b, x.t, -1)
+        weights = [y.reshape(x.b, x.t, h, x.t) for y in others if y.shape in ((n, h, 1, x.t), (n, h, x.t))]
+        return [first, *(torch.stack([y[:, i].roll(i, -1) for i in range(x.t)], 2) for y in weights)]
+
+    def join_gradient(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of a sequence in the oracle's layout."""
+        gradient = self.from_layout(gradient)
+        if not self.asks_first:
+            return gradient
+        rolled = gradient.unflatten(0, (-1, gradient.shape[1])).unbind(1)
+        return torch.stack([each.roll(i, 1) for i, each in enumerate(rolled)]).sum(0)
 
     def add_extra(self, queries: Tensor, value: float = EXTRA) -> Tensor:
         """Return queries `[b, t, e]`, followed by the tokens that don't attend, with this value."""
@@ -780,7 +818,7 @@ class AttentionAdapter(Adapter):
         tensors = top_tensors(output)
         if not tensors:
             raise UnexpectedOutput(f"Expected a tensor as output, got {type(output).__name__}")
-        first, *others = tensors
+        first, *others = self.join_first(tensors, x)
         out, h, width = self.remove_extra(self.from_layout(first), x), self.heads, x.value.shape[-1]
         expected = (x.b, h, x.t, width) if self.weights is None else (x.b, x.t, self.weights.out_width)
         if self.kind == "hf" and tuple(out.shape) == (x.b, x.t, h, width):

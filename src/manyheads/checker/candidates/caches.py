@@ -40,6 +40,13 @@ SET_UP = re.compile(r"(?:set_?up|init|enable|alloc\w*|make|create|build|new|empt
 METHOD = re.compile(rf"{SET_UP.pattern}|(?:reset|clear|empty)_\w*(?:cache|kv|past)\w*")
 STORED = re.compile(r"\w*(?:cache\w*_[kv]|[kv]_cache|kv_?cache|cached?_(?:kv|key|value)|past_?[kv])\w*|past")
 
+SIZES = {  # other names of the sizes of a cache, such as `max_seq`
+    "the batch": re.compile(r"b|bs|B|(?:\w+_)?(?:batch|bsz|batch_?size|sequences)"),
+    "the longest text": re.compile(
+        r"capacity|slots|(?:max_?|n_|num_|cache_)(?:\w+_)?(?:seq|len|length|seqlen|tokens|positions|ctx|context|slots|size)"
+    ),
+}
+
 
 class Sequence(NamedTuple):
     """Tokens, and the lengths of the steps that use a cache; without lengths, one call without it."""
@@ -71,6 +78,7 @@ class Cache:
         adapter: The candidate.
         make: The calls that make it, for a batch of some size.
         reset: The call that empties it, if there is any.
+        remakes: Whether this call turns it off, so that it is made again for the next sequence.
         passed: The arguments that take it, and of each the number of the call in `make` that returns it.
         returned: The arguments that take it, and of each the part of the output of the step before.
         passes_positions: Whether steps pass their positions.
@@ -93,6 +101,7 @@ class Cache:
     masks_all: bool = True
     omits_masks: bool = False
     is_causal: bool = False
+    remakes: bool = False
 
     @property
     def description(self) -> str:
@@ -103,7 +112,8 @@ class Cache:
         if self.passed:
             made = self.make(1)[-1].function.rpartition(":")[2]
             return f"cache: {' and '.join(self.passed)} takes {made}(…), which every step changes"
-        calls = "".join(f"{call.function.lstrip('.')}(), " for call in self.make(1) + self.reset)
+        begun = self.begin(True, 1)
+        calls = "".join(f"{call.function.lstrip('.')}(), " for call in begun)
         return f"cache: inside of it ({calls}{', '.join(self.step_arguments) or 'always in use'})"
 
     @property
@@ -139,6 +149,8 @@ class Cache:
 
     def begin(self, first: bool, b: int) -> tuple[Call, ...]:
         """Return the calls before the first step of a sequence."""
+        if self.remakes:
+            return self.reset + self.make(b)
         return (self.make(b) if first or self.passed else ()) + self.reset
 
     def pass_on(self, begun: int, last: int | None) -> dict[str, Any]:
@@ -326,6 +338,14 @@ def prepare_calls(adapter: AttentionAdapter) -> None:
     """Find the calls before each call: they make a required cache, or reset one that is always in use."""
     roles, x = adapter.arguments, Cache(adapter).draw(26, 2, 4)
     functions = adapter.candidate.functions()
+    set_ups = find_set_ups(adapter, functions)
+    if set_ups and adapter.attempt(x) is None:  # something is missing until a method sets it up
+        for make in (made_by(adapter, name, functions[name]) for name in set_ups):
+            adapter.prepare = make
+            if adapter.attempt(x) is not None:
+                adapter.notes.append(f"{make(1)[0].function[1:]}() is called before each call")
+                return
+        adapter.prepare = lambda b: ()
     if any(arg.required and arg.name == roles.get("cache") for arg in adapter.description.call):
         makes = [adapter.prepare, *(each.make for each, _ in passed_caches(adapter, functions))]
         for make in makes:
@@ -506,6 +526,7 @@ def fill(adapter: AttentionAdapter, arguments: tuple[Argument, ...], b: int) -> 
     filled: dict[str, Any] = {}
     for argument in (each for each in arguments if each.required):
         meaning, _ = names.constructor_value(argument.name)
+        meaning = meaning or next((each for each, name in SIZES.items() if name.fullmatch(argument.name)), "")
         others = {"dtype": torch.float32, "device": "cpu", "num_layers": 1, "n_layers": 1}
         filled[argument.name] = sizes.get(meaning, others.get(argument.name))
         if filled[argument.name] is None:
@@ -575,7 +596,10 @@ def inner_caches(adapter: AttentionAdapter, functions: Functions) -> Iterator[Ca
     for name in (name for name, value in named.items() if value is None):
         for cls in (cls for cls in fillable if re.fullmatch(r"\w*(?:cache|kv)\w*", cls, re.I)):
             makes.append(assign(name, made_by(adapter, cls, fillable[cls])))
-    yield from (Cache(adapter, make, find_reset(adapter, functions)) for make in makes)
+    reset = find_reset(adapter, functions)
+    yield from (Cache(adapter, make, reset) for make in makes)
+    if reset:
+        yield from (Cache(adapter, make, reset, remakes=True) for make in makes[1:])
 
 
 def find_set_ups(adapter: AttentionAdapter, functions: Functions) -> list[str]:

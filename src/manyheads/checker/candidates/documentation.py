@@ -366,6 +366,14 @@ def says_without_context(name: str, context: str, text: str) -> bool:
     return is_excluded or (says(lines, is_of_self) and not re.search(other, lines, re.I))
 
 
+def says_with_context(name: str, context: str, text: str) -> bool:
+    """Return True if documentation of a mask or a flag speaks of the context, or of attention to it."""
+    other = re.escape(context)
+    signature = rf"\b{other}(?: ?: ?[\w\[\]. |]+)? ?= ?None"
+    lines = re.sub(signature, "", lines_about(name, text))
+    return re.search(rf"\b(?:cross|{other})\b", lines, re.I) is not None
+
+
 def is_dropped_with_context(name: str, context: str, source: str, text: str) -> bool:
     """Return True if code uses a mask only without a context, and documentation mentions both nowhere."""
     mask, other = re.escape(name), re.escape(context)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -50,6 +51,7 @@ from manyheads.checker.oracle import Inputs, Outputs, largest_difference
 from manyheads.checker.parts import Window
 
 LAYOUTS = {"batch": "sequence", "sequence": "batch"}  # and the other one
+DECODER = re.compile(r"(?:is_|as_)?decoder|unidirectional")  # flags without which nothing may be causal
 SQUARES = (16, 64, 49, 196)  # numbers of tokens to try where no constructor argument gives one
 
 
@@ -133,7 +135,7 @@ def open_with_context(adapter: Adapter) -> AttentionAdapter | str:
     arguments = adapter.candidate.describe().init or ()
     # Layers that are causal on request attend to a context without a causal mask.
     off = {arg.name: False for arg in arguments if arg.name in flags and arg.default is False}
-    unused = masks_without_context(adapter)
+    unused = unused_with_context(adapter)
     ignored = {**dict.fromkeys(unused, "ignore"), **options.arguments}
     try:
         crossing = open_attention(
@@ -147,21 +149,57 @@ def open_with_context(adapter: Adapter) -> AttentionAdapter | str:
     return crossing
 
 
-def masks_without_context(adapter: Adapter) -> dict[str, str]:
-    """Return the masks that aren't used with a context, and why each can't be judged, "" if documented."""
+def unused_with_context(adapter: Adapter) -> dict[str, str]:
+    """Return the arguments that aren't used with a context, and why each can't be judged, "" if it is right.
+
+    A causal flag, a window or a mask of pairs that the batch shares is usually for self-attention alone, if
+    documentation says nothing. A mask that may be one of the context's keys is different.
+    """
+    if not isinstance(adapter, AttentionAdapter):
+        return {}
     description = adapter.description
     context = next(role.name for role in adapter.roles if role.role == "context")
     unused = {}
-    for name in adapter.masks if isinstance(adapter, AttentionAdapter) else ():
+    of_pairs = {name for name, form in adapter.forms.values() if form.is_general and form.is_shared}
+    flags = [adapter.arguments[role] for role in ("causal", "window") if role in adapter.arguments]
+    for name in (*adapter.masks, *flags):
         if documentation.says_without_context(name, context, adapter.text):
             unused[name] = ""
             adapter.notes.append(f"{name} isn't used with {context}, as documented")
+        elif documentation.says_with_context(name, context, adapter.text):
+            continue
+        elif (name in of_pairs or name in flags) and has_no_effect_with(adapter, context, name):
+            unused[name] = ""
+            adapter.without_context.append(name)
         elif documentation.is_dropped_with_context(name, context, description.source, adapter.text):
             unused[name] = (
                 f"its code uses it only without {context}, and nothing says that this is meant. If it is, "
                 f"say so in its documentation, or give --arg {context}=ignore."
             )
     return unused
+
+
+def has_no_effect_with(adapter: AttentionAdapter, context: str, name: str) -> bool:
+    """Return True if a call with a context gives the same output with and without a mask, a flag or a window.
+
+    The mask has the sizes of one without a context or those of one with it; both are tried.
+    """
+    g = torch.Generator().manual_seed(6)
+    x, other = adapter.draw(g), adapter.draw(g, t=S)
+    call = adapter.call(x)
+    named = dict(zip(adapter.positional, call.args, strict=False)) | call.kwargs
+    named[context] = adapter.to_context(other.key)
+    of_flags: dict[str, list[Any]] = {"causal": [False, True], "window": [None, 1, 2]}
+    values = next((each for role, each in of_flags.items() if adapter.arguments.get(role) == name), [None])
+    for form in [form for argument, form in adapter.forms.values() if argument == name]:
+        keeps = (torch.ones(x.b, 1, x.t, keys).tril().bool() for keys in (x.s, other.s))
+        values = [*values, *(form.write(keep, x.query.dtype) for keep in keeps)]
+    outs = []
+    for value in values:
+        with suppress(CodeError, UnexpectedOutput):  # a mask of other sizes may not be accepted
+            output = adapter.candidate.call(replace(call, args=(), kwargs={**named, name: value})).output
+            outs.append(adapter.read(output, x, strict=False).out)
+    return len(outs) > 1 and all(torch.equal(out, outs[0]) for out in outs)
 
 
 def names_context(tried: Mapping[str, str]) -> bool:
@@ -226,6 +264,7 @@ def probe(adapter: AttentionAdapter) -> AttentionAdapter:
     if is_required := any(map(adapter.is_required, VECTORS)):
         find_vectors(adapter, g)
     find_counts(adapter, g)
+    find_first_token(adapter, g)
     if adapter.weights is not None and adapter.options.layout is None:
         find_tokens(adapter, g)
         find_images(adapter, g)
@@ -317,6 +356,44 @@ def find_counts(adapter: AttentionAdapter, g: torch.Generator) -> None:
         adapter.unjudged[name] = (
             f"{error}, and nothing says what becomes of them. If {name} is the number of all tokens, give "
             f"--arg {name}=length."
+        )
+
+
+def find_first_token(adapter: AttentionAdapter, g: torch.Generator) -> None:
+    """Find whether only the first token attends, as in CaiT's class attention: the output has one row.
+
+    The other tokens can then have any order. If the output is random, the code shows it.
+    """
+    if adapter.kind != "self" or adapter.weights is None:
+        return
+    name, source = re.escape(adapter.arguments["x"]), adapter.description.source
+
+    def output(x: Inputs, seed: int = 0) -> torch.Tensor | None:
+        """Return the only row of the output of each sequence, `[b, e]`."""
+        with suppress(CodeError):
+            tensors = top_tensors(adapter.answer(x, seed=seed).output)
+            rows = [y.flatten(0, -2) for y in tensors[:1] if y.shape[:-1] in ((x.b,), (x.b, 1))]
+            return rows[0] if rows and rows[0].is_floating_point() else None
+        return None
+
+    x, other = adapter.draw(g, t=S), adapter.draw(g, t=T)
+    orders = ([0, *range(S - 1, 0, -1)], [*range(S - 1, -1, -1)])
+    outs = [output(x.but(query=x.query[:, order])) for order in (range(S), *orders)]
+    if output(other) is None or outs[0] is None or outs[1] is None or outs[2] is None:
+        return
+    others_moved, all_moved = (largest_difference(out, outs[0]) for out in (outs[1], outs[2]))
+    adapter.asks_first = others_moved < 1e-4 * float(outs[0].abs().max()) < all_moved
+    is_random = (again := output(x, 1)) is None or not torch.equal(again, outs[0])
+    code, words = rf"\b{name}\[:, ?(?:0|:1|0:1)\b", r"\b(?:first|class|cls)[- ]token\b"
+    is_shown = re.search(code, source) or re.search(words, adapter.text, re.I)
+    adapter.asks_first |= is_random and is_shown is not None
+    if adapter.asks_first:
+        adapter.notes.append("only the first token attends, so calls have each token first in turn")
+    elif re.search(r"\bcls\b|class[- ]token|\bpool|\.mean\(", f"{adapter.text} {source}", re.I):
+        raise Unclear(
+            f"{adapter.description.name} returns one row for all tokens, and it isn't that of the first "
+            "token: perhaps its query is a mean, or it has positions, which isn't supported. To check the "
+            "attention in it, move it to a module that takes the queries, forward(x, context)."
         )
 
 
@@ -525,6 +602,8 @@ def find_causality(adapter: AttentionAdapter, g: torch.Generator) -> None:
     settings = {path.rpartition(".")[2]: value for path, value in adapter.description.settings.items()}
     values = {**settings, **adapter.description.attributes, **adapter.init}
     on = [name for name in values if values[name] is True and name in flags]
+    defaults = {arg.name: arg.default for arg in adapter.description.init or ()}
+    off = any(value is False and DECODER.fullmatch(name) for name, value in {**defaults, **values}.items())
     if adapter.kind in ("sdpa", "torch-mha", "hf") and not on:
         return
     required = {arg.name for arg in adapter.description.call if arg.required}
@@ -533,7 +612,7 @@ def find_causality(adapter: AttentionAdapter, g: torch.Generator) -> None:
     if not has_implementations(adapter.description):  # of transformers, where it isn't a mask
         if on and not is_crossing:
             reason = f"built with {on[0]}=True"
-        elif not is_crossing and not any(adapter.init.get(name) is False for name in flags):
+        elif not is_crossing and not any(adapter.init.get(name) is False for name in flags) and not off:
             reason = documentation.causal_reason(adapter.description, adapter.text, adapter.kind)
     if reason is None:
         x = adapter.draw(g, t=T, s=None)

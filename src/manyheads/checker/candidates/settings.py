@@ -90,6 +90,8 @@ OPTIONS = (
     Option(rf"{SWITCH}(?:kv_)?cache", True, has_effect=False),
 )
 
+CACHE_FLAG = Option(r"(?!)", True, True, has_effect=False)  # any flag that a cache needs
+
 
 @dataclass(frozen=True)
 class Setting:

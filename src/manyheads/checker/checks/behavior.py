@@ -239,6 +239,8 @@ def check_memory(adapter: AttentionAdapter) -> Check:
     """Measure the peak of a call's memory at several lengths."""
     if not isinstance(adapter.candidate, CandidateProcess):
         return skipped("it runs in this process, where its memory can't be measured separately")
+    if adapter.asks_first:
+        return skipped("only its first token attends")
     peaks: dict[int, int] = {}
     with contextlib.suppress(CodeError):  # the candidate may limit the length
         for length in LENGTHS:

@@ -15,6 +15,7 @@ from manyheads.checker.bugs.caches import BUGS
 from manyheads.checker.candidates.attention import AttentionAdapter
 from manyheads.checker.candidates.caches import Cache, Run, Sequence
 from manyheads.checker.candidates.errors import UnexpectedOutput
+from manyheads.checker.candidates.roles import CACHED
 from manyheads.checker.checks.registry import Check, check, failed, passed, skipped
 from manyheads.checker.isolation.errors import CodeError
 from manyheads.checker.oracle import Inputs, largest_difference
@@ -27,6 +28,7 @@ SINGLE = re.compile(  # a step is one token, as in "takes only one token"
     r"\b(?:one|single|1)[- ](?:new )?token\b",
     re.I,
 )
+REFUSED = "refused"  # in place of a bug's name
 ADAPTER = """Check an adapter that makes and returns it:
 class Adapter({name}):
     def forward(self, {x}, cache=None):
@@ -46,6 +48,13 @@ def check_cache(adapter: AttentionAdapter) -> Check:
         return failed("every call uses it, and nothing empties it.", bug=adapter.cache_bug)
     if cache is None:
         return skipped("it takes no cache of the keys of its own sequence")
+    if (refusal := find_refusal(cache)) is not None:
+        argument = next((adapter.arguments[role] for role in CACHED if role in adapter.arguments), "")
+        reason = f"as it was built, it refuses steps after the first: {refusal}. If another setting of its "
+        reason += "constructor allows them, give it with --init."
+        return Check(
+            "", "not judged", reason + f" If none does, give --arg {argument}=ignore." * bool(argument)
+        )
     allowed, notes, worst = 4 * adapter.allowed_error(cache.draw(41, 2, 6)), [], 0.0
     steps: tuple[int, ...] = (4, 1)
     for trial, lengths in step_lengths(adapter).items():
@@ -74,11 +83,25 @@ def check_cache(adapter: AttentionAdapter) -> Check:
         reason = "with padding before the first token of a sequence, steps differ from one call."
         return failed(reason, difference, allowed, BUGS["padding-in-steps"])
     for reason, name, error in compare_sequences(cache, steps, allowed):
+        if name == REFUSED:
+            notes.append(reason)
+            continue
         adapter.cache_bug = BUGS.get(name)
         return failed(f"{reason}.", error, allowed, adapter.cache_bug)
     if not cache.can_restart:
         notes.append("no method resets it, so one sequence was checked")
     return passed("; ".join(("steps give the same as one call", *notes)), worst, allowed)
+
+
+def find_refusal(cache: Cache) -> str | None:
+    """Return why the candidate's own code raises an error in every step after the first, or None."""
+    reason = None
+    for lengths in ((4, 1), (1, 1), (4, 3)):
+        run = cache.run(Sequence(cache.draw(41, 2, sum(lengths)), lengths))
+        if not isinstance(run.error, CodeError) or not run.error.is_refusal or len(run.outs[0]) > 1:
+            return None
+        reason = run.error.reason if run.outs[0] else reason
+    return reason
 
 
 def step_lengths(adapter: AttentionAdapter) -> dict[str, tuple[int, ...]]:
@@ -237,7 +260,7 @@ def compare_sequences(
     if cache.can_restart:
         reset = "after a reset" if cache.reset else "after another"
         trials.append((f"a second sequence {reset} differs", "cache-not-emptied", cache, [first, second]))
-        if cache.passed or not cache.make(1):
+        if cache.passed or cache.remakes or not cache.make(1):
             reason = f"a sequence of another batch size {reset} differs"
             trials.append((reason, "", cache, [first, Sequence(single, steps), second]))
     if cache.is_optional and not cache.adapter.prepare(1):
@@ -252,6 +275,11 @@ def compare_sequences(
     for reason, bug, used, sequences in trials:
         run = used.run(*sequences)
         if run.error is not None:
+            is_refused = isinstance(run.error, CodeError) and run.error.is_refusal
+            # A new cache, or one after a reset, has to take a sequence of the same sizes.
+            if is_refused and (bug != "cache-not-emptied" or not (used.is_outside or used.reset)):
+                yield f"{reason.partition(' differs')[0]} is refused", REFUSED, None
+                continue
             yield f"{reason}: it raised an error: {str(run.error).rstrip('.')}", "", None
             return
         for sequence, outs in zip(sequences[1:], run.outs[1:], strict=True):

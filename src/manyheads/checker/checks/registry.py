@@ -14,7 +14,8 @@ from manyheads.checker.oracle import Attention, Oracle
 # The names for `--strict` of the conventions that checks report.
 CONVENTIONS = ("empty-rows", "masked-nan", "mask-form", "masks-with-weights", "mask-in-place-of-causal",
                "given-bias", "padded-queries", "averaged-weights", "weights-after-dropout", "unused-dropout",
-               "non-contiguous-inputs", "gradients", "float16", "bfloat16")  # fmt: skip
+               "self-attention-alone", "non-contiguous-inputs", "gradients", "float16",
+               "bfloat16")  # fmt: skip
 # The checks that say something of a candidate whose outputs in evaluation depend on the random seed.
 SEEDED = ("shapes", "determinism", "training and evaluation")
 

@@ -169,7 +169,7 @@ def check_gradients(adapter: AttentionAdapter) -> Check:
     out = top_tensors(adapter.candidate.call(call).output)[0]
     if len(out) and out.numel() > cotangent.numel():  # tokens that don't attend are returned too
         cotangent = adapter.add_extra(cotangent, 0.0)
-    cotangent = adapter.to_layout(cotangent)
+    cotangent = cotangent.reshape(out.shape) if adapter.asks_first else adapter.to_layout(cotangent)
     if adapter.kind == "hf" and out.shape != cotangent.shape:
         cotangent = cotangent.transpose(1, 2)
     answer = adapter.answer(inputs, grads=tuple(paths), cotangent=cotangent.to(torch.float32).contiguous())
@@ -183,7 +183,7 @@ def check_gradients(adapter: AttentionAdapter) -> Check:
         if grad is None:
             return failed(f"no gradient reaches {names}.")
         expected, rounded = (torch.stack([grads[role] for role in roles]).sum(0) for grads in (exact, plain))
-        error = largest_difference(adapter.from_layout(grad)[:, : expected.shape[1]], expected)
+        error = largest_difference(adapter.join_gradient(grad)[:, : expected.shape[1]], expected)
         rounding = 256 * torch.finfo(torch.float32).eps * (1 + float(expected.abs().max()))
         allowed = 8 * largest_difference(rounded, expected) + rounding
         worst = max(worst, (error, allowed, names), key=lambda result: result[0] / result[1])
