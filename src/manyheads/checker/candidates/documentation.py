@@ -328,6 +328,18 @@ def is_read(name: str, source: str) -> bool:
     return not taken or any(node.id == name for node in loads)
 
 
+def is_always_called(layer: str, source: str) -> bool:
+    """Return True if each method that calls a layer does so without a condition."""
+
+    def calls(node: ast.AST) -> int:
+        functions = [ast.unparse(each.func) for each in ast.walk(node) if isinstance(each, ast.Call)]
+        return functions.count(f"self.{layer}")
+
+    tree = parse(source)
+    conditions = [node for node in ast.walk(tree) if isinstance(node, ast.If | ast.IfExp | ast.Try)]
+    return calls(tree) > 0 and not any(map(calls, conditions))
+
+
 def says_averaged(text: str) -> bool:
     """Return True if documentation says that the returned weights are averaged over the heads."""
     over = r"(?:over|of|across) (?:all |the |its )*heads"
