@@ -131,8 +131,8 @@ def diagnose(adapter: Adapter, takes_pairs: bool = True) -> list[Diagnosis]:
 def find_cancelled_mask(adapter: Adapter, evidence: list[Evidence]) -> Diagnosis | None:
     """Return the bug of a mask of keys that changes the rows of padded queries alone, and these by rounding.
 
-    The same number, such as −10000, is then added to all keys of a query, which the softmax cancels. No oracle
-    gives these numbers: they depend on how the candidate rounds each score.
+    The same number, such as −10000, is then added to all keys of a query, which the softmax cancels. No
+    oracle gives these numbers: they depend on how the candidate rounds each score.
     """
     wrong = [call for call in evidence if is_wrong(adapter, call)]
     rounding, changes = adapter.oracle.tolerance, []

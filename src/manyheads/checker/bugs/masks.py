@@ -151,7 +151,10 @@ def show_others(oracle: Attention, visible: Tensor, later: bool) -> Tensor:
 
 
 def number_by_segment(oracle: Attention, step: Callable[[str], Tensor], role: str) -> Tensor:
-    """Number the tokens of each segment from 0, which matters only if tokens attend to other segments."""
+    """Return the heads of a role, with positions that begin at 0 in each segment.
+
+    That matters only if tokens attend to other segments.
+    """
     keep = oracle.x.keep
     if keep is not None and is_of_segments(keep) and oracle.x.positions is None:
         first = keep[:, 0].to(torch.long).argmax(-1)
