@@ -107,6 +107,8 @@ class ScaledTwice(Scaled):
 class Frequencies(Layer):
     """Causal attention with rotary positions. Works in fp32, and in bf16 after ``.bfloat16()``."""
 
+    inv_freq: Tensor
+
     def __init__(self, dim: int = 24, num_heads: int = 4) -> None:
         super().__init__(dim, num_heads)
         d = dim // num_heads
