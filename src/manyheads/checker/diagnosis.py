@@ -38,6 +38,7 @@ EXPLAINED = {"values", "causal mask", "mask", "mask of keys", "padding", "added 
              "grouped heads", "segments", "position vectors", "earlier tokens"}  # fmt: skip
 OVERFLOWS = ("no-max-subtracted", "masked-low", "masked-and-divided")  # bugs that need large scores
 SCALES = ("scale", "unscaled", "multiplied")  # with which names of bugs of the scale begin
+KEPT = ("context-kept", "mask-kept", "cache-unasked", "cache-not-emptied")  # bugs that use what a call kept
 LARGE_TOLERANCE = 1e-3  # of outputs at large scores
 ORACLE_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, ZeroDivisionError, TypeError)
 REPEATS = 256  # calls over which dropout is averaged
@@ -369,6 +370,8 @@ def name_bugs(checks: Iterable[Check], found: list[Diagnosis]) -> list[Diagnosis
     """Return the bugs that failed checks found by themselves, without those that are found already."""
     known = {name for diagnosis in found for name in diagnosis.bug.split(" + ")}
     bugs = {check.bug.name: check.bug for check in checks if check.status == "failed" and check.bug}
+    if {*bugs} & {*KEPT}:  # gradients don't reach what isn't computed again
+        bugs.pop("gradient-stopped", None)
     return [name_bug(bug) for name, bug in bugs.items() if name not in known]
 
 

@@ -60,10 +60,14 @@ def test_dtypes_that_documentation_promises() -> None:
 
 
 def test_layers_that_are_called_and_arguments_that_are_dropped() -> None:
-    source = "def f(self, x, t):\n    _ = t\n    q = self.pos(x)\n    if self.flag:\n        q = self.rope(q)"
+    source = (
+        "def forward(self, x, t):\n    _ = t\n    q = self.pos(x)\n    if self.flag:\n"
+        "        q = self.rope(q)\n    return q\ndef turn(self, x):\n    return self.other(x)"
+    )
     assert is_always_called("pos", source)
     assert not is_always_called("rope", source)
     assert not is_always_called("other", source)
+    assert not is_always_called("pos", source.replace("q = self.rope(q)", "return x"))
     assert not is_read("t", source)
     assert is_read("x", source)
 

@@ -330,15 +330,19 @@ def is_read(name: str, source: str) -> bool:
 
 
 def is_always_called(layer: str, source: str) -> bool:
-    """Return True if each method that calls a layer does so without a condition."""
+    """Return True if `forward` calls a layer without a condition, and can't return before."""
 
-    def calls(node: ast.AST) -> int:
-        functions = [ast.unparse(each.func) for each in ast.walk(node) if isinstance(each, ast.Call)]
-        return functions.count(f"self.{layer}")
+    def is_call(node: ast.AST) -> bool:
+        return isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{layer}"
 
-    tree = parse(source)
-    conditions = [node for node in ast.walk(tree) if isinstance(node, ast.If | ast.IfExp | ast.Try)]
-    return calls(tree) > 0 and not any(map(calls, conditions))
+    def is_conditional(node: ast.AST) -> bool:
+        return isinstance(node, ast.If | ast.IfExp | ast.Try) and any(
+            is_call(each) or isinstance(each, ast.Return) for each in ast.walk(node)
+        )
+
+    functions = (node for node in ast.walk(parse(source)) if isinstance(node, ast.FunctionDef))
+    steps = [[*ast.walk(node)] for node in functions if node.name == "forward"]
+    return any(any(map(is_call, nodes)) and not any(map(is_conditional, nodes)) for nodes in steps)
 
 
 def says_averaged(text: str) -> bool:
