@@ -38,6 +38,7 @@ EXPLAINED = {"values", "causal mask", "mask", "mask of keys", "padding", "added 
              "grouped heads", "segments", "position vectors", "earlier tokens"}  # fmt: skip
 OVERFLOWS = ("no-max-subtracted", "masked-low", "masked-and-divided")  # bugs that need large scores
 SCALES = ("scale", "unscaled", "multiplied")  # with which names of bugs of the scale begin
+KEPT = ("context-kept", "mask-kept", "cache-unasked", "cache-not-emptied")  # bugs that use what a call kept
 LARGE_TOLERANCE = 1e-3  # of outputs at large scores
 ORACLE_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, ZeroDivisionError, TypeError)
 REPEATS = 256  # calls over which dropout is averaged
@@ -122,8 +123,36 @@ def diagnose(adapter: Adapter, takes_pairs: bool = True) -> list[Diagnosis]:
     for plausible in sets if adapter.unknown else [adapter.parts]:
         if by_scenario := search_scenarios(adapter, evidence, plausible):
             return by_scenario
+    if (cancelled := find_cancelled_mask(adapter, evidence)) is not None:
+        return [cancelled]
     description = "; ".join(("no known bug explains it", *describe_differences(adapter, evidence)))
     return [Diagnosis("", description, verified=False)]
+
+
+def find_cancelled_mask(adapter: Adapter, evidence: list[Evidence]) -> Diagnosis | None:
+    """Return the bug of a mask of keys that changes the rows of padded queries alone, and these by rounding.
+
+    The same number, such as −10000, is then added to all keys of a query, which the softmax cancels. No
+    oracle gives these numbers: they depend on how the candidate rounds each score.
+    """
+    wrong = [call for call in evidence if is_wrong(adapter, call)]
+    rounding, changes = adapter.oracle.tolerance, []
+    for call in wrong:
+        x, padding = call.inputs, call.inputs.padding
+        without = None if padding is None else adapter.attempt(x.but(padding=None, form=None))
+        if padding is None or without is None or padding.shape[-1] != x.t or call.outputs.out.dim() != 3:
+            return None
+        size = 1 + without.out.abs().max()
+        change = ((call.outputs.out - without.out).abs() / size).amax(-1)  # [b, t]
+        if not bool((change[padding] <= rounding).all()):
+            return None
+        changes.append(change[~padding])
+    change = torch.cat(changes) if changes else torch.zeros(0)
+    if not bool((change > rounding).any()) or not bool((change < 500 * rounding).all()):
+        return None
+    bug = FAMILY["mask-transposed"]
+    reason = "which adds the same number to all keys of a query, so that the softmax cancels it"
+    return Diagnosis(bug.name, f"it is attention {bug.description}, {reason}", bug.fix)
 
 
 def is_cached(call: Evidence) -> bool:
@@ -341,6 +370,8 @@ def name_bugs(checks: Iterable[Check], found: list[Diagnosis]) -> list[Diagnosis
     """Return the bugs that failed checks found by themselves, without those that are found already."""
     known = {name for diagnosis in found for name in diagnosis.bug.split(" + ")}
     bugs = {check.bug.name: check.bug for check in checks if check.status == "failed" and check.bug}
+    if {*bugs} & {*KEPT}:  # gradients don't reach what isn't computed again
+        bugs.pop("gradient-stopped", None)
     return [name_bug(bug) for name, bug in bugs.items() if name not in known]
 
 

@@ -137,6 +137,31 @@ def shifted_mask(shift: int) -> type[Oracle]:
     return transform(given_mask=change)
 
 
+def is_of_segments(keep: Tensor | None) -> bool:
+    """Return True if a mask `[b, 1, t, t]` keeps the tokens of a query's own segment."""
+    return keep is not None and keep.shape[-2] == keep.shape[-1] and torch.equal(keep, keep.mT)
+
+
+def show_others(oracle: Attention, visible: Tensor, later: bool) -> Tensor:
+    """Show the tokens of earlier segments too, or those of later ones."""
+    if not is_of_segments(oracle.x.keep):
+        return visible
+    ones = torch.ones_like(visible)
+    return visible | (ones.triu() if later else ones.tril())
+
+
+def number_by_segment(oracle: Attention, step: Callable[[str], Tensor], role: str) -> Tensor:
+    """Return the heads of a role, with positions that begin at 0 in each segment.
+
+    That matters only if tokens attend to other segments.
+    """
+    keep = oracle.x.keep
+    if keep is not None and is_of_segments(keep) and oracle.x.positions is None:
+        first = keep[:, 0].to(torch.long).argmax(-1)
+        oracle.x = oracle.x.but(positions=torch.arange(oracle.x.s) - first)
+    return step(role)
+
+
 def zeroed_padding(roles: str) -> type[Oracle]:
     """Return an oracle that sets the padded tokens of these roles to 0 before it projects them, and masks none."""
 
@@ -272,6 +297,10 @@ BUGS = [
         off_by_one(1), off_by_one(-1)),
     Bug("segment-off-by-one", "whose segments begin one token too late or too early", "token p belongs to the segment whose start is at most p: torch.bucketize(p, ends, right=True)",
         shifted_mask(-1), shifted_mask(1)),
+    Bug("segments-by-order", "whose tokens attend to earlier or later segments too",
+        "compare the numbers of segments by equality, segment_ids[:, :, None] == segment_ids[:, None], not by order",
+        *(transform(steps, given_mask=partial(show_others, later=later))
+          for later in (False, True) for steps in (Attention, wrap(compute_heads=number_by_segment)))),
     Bug("padding-for-padding", "that masks padded keys only for padded queries", "mask padded keys for each query: padding [b, s] becomes [b, 1, 1, s]",
         transform(padding_mask=mask_padded_queries_only)),
     Bug("padding-zeroed", "that sets padded tokens to zero, and doesn't mask them", f"a score of 0 still gets a weight; {BEFORE}",

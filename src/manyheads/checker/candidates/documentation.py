@@ -321,11 +321,28 @@ def says_unused(name: str, text: str) -> bool:
 
 
 def is_read(name: str, source: str) -> bool:
-    """Return True if code reads a name; also if there is no code to read."""
+    """Return True if code reads a name other than by `_ = name`; also if there is no code to read."""
     nodes = [*ast.walk(parse(source))]
     taken = any(isinstance(node, ast.arg) and node.arg == name for node in nodes)
-    loads = (node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
-    return not taken or any(node.id == name for node in loads)
+    loads = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    dropped = [node for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node) == f"_ = {name}"]
+    return not taken or sum(node.id == name for node in loads) > len(dropped)
+
+
+def is_always_called(layer: str, source: str) -> bool:
+    """Return True if `forward` calls a layer without a condition, and can't return before."""
+
+    def is_call(node: ast.AST) -> bool:
+        return isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{layer}"
+
+    def is_conditional(node: ast.AST) -> bool:
+        return isinstance(node, ast.If | ast.IfExp | ast.Try) and any(
+            is_call(each) or isinstance(each, ast.Return) for each in ast.walk(node)
+        )
+
+    functions = (node for node in ast.walk(parse(source)) if isinstance(node, ast.FunctionDef))
+    steps = [[*ast.walk(node)] for node in functions if node.name == "forward"]
+    return any(any(map(is_call, nodes)) and not any(map(is_conditional, nodes)) for nodes in steps)
 
 
 def says_averaged(text: str) -> bool:

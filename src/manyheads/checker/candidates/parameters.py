@@ -373,6 +373,8 @@ def count_heads(description: Description, meaning: str, init: Mapping[str, Any])
     values |= {**defaults, **init, **description.attributes}
     counts = {name: n for name, n in values.items() if type(n) is int and n > 0}
     known = [name for name in names.CONSTRUCTOR[meaning][1] if name in counts]
+    if "GroupNorm" in description.layers.values():  # whose number of groups the constructor may take
+        known = [name for name in known if meaning != names.KEY_HEADS or "group" not in name]
     if meaning == names.NUMBER_OF_HEADS:
         other = r"dim|size|width|kv|group|key|per"
         heads = [name for name in counts if re.search("head", name, re.I)]

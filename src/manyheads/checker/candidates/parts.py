@@ -870,7 +870,7 @@ class Search:
         found = [
             Scale(float(value), f"{name} = {x:g}")
             for name, x in self.numbers.named_like(r"scal|temperature|\btau", given=True).items()
-            for value in scale_values(x)
+            for value in scale_values(name, x, self.adapter.description.source)
         ]
         unscaled_words = r"\b(?:unscaled|no scal|without scal)|(?:\bnot|n't) (?:scaled|divided)"
         if re.search(unscaled_words, self.adapter.text, re.I):
@@ -896,11 +896,24 @@ class Search:
         return worst
 
 
-def scale_values(x: float) -> tuple[float, ...]:
-    """Return the factors of the scores that a number may stand for, the likely ones first."""
+def scale_values(name: str, x: float, source: str) -> tuple[float, ...]:
+    """Return the factors of the scores that a setting stands for, by what code does with it.
+
+    A factor that code doesn't compute from the setting would be a bug, such as a scale that is applied twice.
+    """
     if x in (0, 1):
         return (x,) * bool(x)
-    return (x**-0.5, x, 1 / x) if x > 1 else (x, 1 / x, abs(x) ** -0.5)
+    read = rf"(?:\w+\.)*{re.escape(name)}\b"
+    number = rf"(?:float\()?{read}\)?"
+    # query_pre_attn_scalar is the number whose root divides the scores, as the head size usually is.
+    is_root = rf"{number} ?\*\* ?\(?-? ?(?:0?\.5|1 ?/ ?2)|sqrt\({number}|{number}\.r?sqrt\("
+    if name.endswith("scalar") or re.search(is_root, source):
+        return (abs(x) ** -0.5,)
+    is_divisor = re.search(rf"(?<!/)/=? ?{number}|\bdiv_?\({number}", source)
+    is_factor = re.search(rf"\*=? ?{number}|\b{read} ?\*(?!\*)|\bmul_?\({number}|scale ?= ?{number}", source)
+    if is_divisor or is_factor:
+        return (x,) * bool(is_factor) + (1 / x,) * bool(is_divisor)
+    return (x, 1 / x)
 
 
 def factorize(n: int) -> Iterator[tuple[int, ...]]:

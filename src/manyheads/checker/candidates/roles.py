@@ -254,6 +254,11 @@ def find_cache_reason(argument: Argument, source: str, text: str) -> str:
     name = argument.name
     if re.search(r"cache|kv", argument.annotation, re.I):
         return "its annotation"
+    pair = re.search(rf"\b(\w*k\w*), *(\w*v\w*)\)? *= *{name}\b(?![.,(\[])", source)  # pk, pv = state
+    if pair and not argument.required and names.argument_role(name) is None:
+        is_first = [re.search(rf"\bcat\(\s*[(\[]\s*{part}\b", source) for part in pair.groups()]
+        if all(is_first):  # torch.cat((pk, k), 2)
+            return "its code, which puts keys and values from it before the new ones"
     if re.search(rf"\b\w+, \w+ = {name}\b(?![.,(\[])|\b{name}\[[01]\]", source):  # k, v = kv
         return "its code, which takes a pair apart" * (names.argument_role(name) == "context")
     part = r"(?:keys?|values?|[kv])(?:_cache|_states?)?"

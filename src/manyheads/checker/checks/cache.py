@@ -16,12 +16,12 @@ from manyheads.checker.candidates.attention import AttentionAdapter
 from manyheads.checker.candidates.caches import Cache, Run, Sequence
 from manyheads.checker.candidates.errors import UnexpectedOutput
 from manyheads.checker.candidates.roles import CACHED
+from manyheads.checker.checks.evidence import LONGEST_WINDOW
 from manyheads.checker.checks.registry import Check, check, failed, passed, skipped
 from manyheads.checker.isolation.errors import CodeError
 from manyheads.checker.oracle import Inputs, largest_difference
 from manyheads.checker.parts import Bias, RotaryPositions, Window
 
-LONGEST = 64  # tokens of a window that steps exceed
 LONG_PREFILL = "a prefill longer than the window, then one token at a time"
 SINGLE = re.compile(  # a step is one token, as in "takes only one token"
     r"(?<!not )\b(?:only|exactly|just|must|takes|expects|x is|(?:each|a|every) (?:call|step))\b[^.;]{0,40}"
@@ -106,7 +106,7 @@ def find_refusal(cache: Cache) -> str | None:
 
 def step_lengths(adapter: AttentionAdapter) -> dict[str, tuple[int, ...]]:
     """Return the lengths of steps by the name of the trial, which go on for longer than a window."""
-    window = max((size for size in adapter.window_sizes() if size <= LONGEST), default=0)
+    window = max((size for size in adapter.window_sizes() if size <= LONGEST_WINDOW), default=0)
     # Not a multiple of the window: rolling slots wouldn't begin with the first of the kept tokens.
     long_prefill = {LONG_PREFILL: (window + 1 + window // 2, 1, 1)} if window > 1 else {}
     return {

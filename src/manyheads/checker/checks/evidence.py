@@ -18,6 +18,8 @@ from manyheads.checker.isolation.trees import top_tensors
 from manyheads.checker.oracle import Inputs, Outputs
 from manyheads.checker.parts import Part, TableBias, Window
 
+LONGEST_WINDOW = 64  # tokens of a window that steps exceed
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -93,8 +95,11 @@ def cached_steps(adapter: AttentionAdapter, seed: int) -> Iterator[Evidence]:
         "cache, chunk": [Sequence(x, (t - 4, 1, 3))],
         "cache, after a reset": [Sequence(first, (3, 1)), Sequence(x, (t - 1, 1))],
     }
+    if windows and max(windows) <= LONGEST_WINDOW:  # a cache that is cut to the window loses tokens only then
+        x_long = cache.draw(seed, 2, max(windows) + 5)
+        scenarios["cache, beyond a window"] = [Sequence(x_long, (max(windows) + 1, 1, 1, 1, 1))]
     for scenario, sequences in scenarios.items():
-        run = cache.run(*sequences)
+        run, x = cache.run(*sequences), sequences[-1].inputs
         if run.error is None and (len(sequences) == 1 or cache.can_restart):
             *_, length = lengths = sequences[-1].lengths
             is_causal = x.causal or cache.is_causal or cache.mask_length is not None

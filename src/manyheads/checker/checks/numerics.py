@@ -116,7 +116,7 @@ def check_half(adapter: AttentionAdapter, dtype: torch.dtype) -> Check:
     if any(isinstance(part, RotaryPositions) for part in adapter.parts):
         long = adapter.draw(torch.Generator().manual_seed(20), 1, LONG)
         cases |= {long_scenario: [long]} if adapter.attempt(long) is not None else {}
-    worst, cast_buffers = (0.0, 1.0, 0.0, ""), ""
+    worst, cast_buffers, cast_error, cast_allowed = (0.0, 1.0, 0.0, ""), "", 0.0, 0.0
     for scenario, floats in cases.items():
         condition = "" if scenario == "plain" else f" ({scenario})"
         inputs = [x.to(dtype) for x in floats]
@@ -137,12 +137,17 @@ def check_half(adapter: AttentionAdapter, dtype: torch.dtype) -> Check:
             cast_buffers = (
                 f"at {scenario} it loses {error:.2g}, because its buffers are cast, such as frequencies."
             )
-            cast_buffers = f"{cast_buffers} {helps}"
+            cast_buffers, cast_error, cast_allowed = f"{cast_buffers} {helps}", error, allowed
             continue
         worst = max(worst, (error, allowed, loss, condition), key=lambda each: each[0] / each[1])
     error, allowed, loss, condition = worst
     if cast_buffers and error <= allowed:
-        return convention(cast_buffers)
+        if not promises_dtype(dtype, adapter.description.doc):
+            return convention(cast_buffers)
+        # The same numbers in float32 are right: what is lost is precision of positions or angles.
+        bug = BUGS["rotary-rounded"] if explains_rounding(adapter, long.to(dtype), cast_error) else None
+        reason = f"its documentation says {name_dtype(dtype)}, but {cast_buffers}"
+        return failed(reason, cast_error, cast_allowed, bug)
     reason = f"plain PyTorch loses {loss:.2g}"
     surplus = f"it loses far more than rounding explains{condition}; {reason}."
     if error > allowed and condition == f" ({long_scenario})":  # shorter sequences are right
@@ -270,9 +275,14 @@ def judge_rejection(raised: CodeError, dtype: torch.dtype, condition: str, text:
     if "not implemented for" in raised.reason:  # by PyTorch, on this device
         return unchecked(f"{raised.reason}.")
     reason = f"it doesn't run in {name}{condition}: {raised.reason}."
-    promises = rf"^(?!.*(?:\bnot?\b|n't\b|\bonly\b)).*\b(?:{DTYPE_NAMES[dtype]})\b"
-    is_promised = any(re.search(promises, sentence, re.I | re.S) for sentence in re.split(r"[.;]\s", text))
-    return failed(reason) if is_promised else convention(reason)
+    return failed(reason) if promises_dtype(dtype, text) else convention(reason)
+
+
+def promises_dtype(dtype: torch.dtype, text: str) -> bool:
+    """Return True if documentation says that the whole module works in half precision, not under autocast."""
+    others = r"\bnot?\b|n't\b|\bonly\b|\bautocast|\bmixed[ -]precision|\bamp\b"
+    promise = rf"^(?!.*(?:{others})).*(?:\b|(?=\.))(?:{DTYPE_NAMES[dtype]})\b"
+    return any(re.search(promise, sentence, re.I | re.S) for sentence in re.split(r"[.;]\s", text))
 
 
 def relative_loss(adapter: AttentionAdapter, inputs: list[Inputs]) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from manyheads.checker.bugs.calls import BUGS
 from manyheads.checker.candidates.attention import POSITIONS, AttentionAdapter
-from manyheads.checker.candidates.documentation import read_mask
+from manyheads.checker.candidates.documentation import is_always_called, read_mask
 from manyheads.checker.candidates.forms import NUMBERS, SEGMENTS
 from manyheads.checker.candidates.parts import QUERY_KEY_NORM
 from manyheads.checker.checks.evidence import with_and_without_weights
@@ -115,7 +115,9 @@ def check_mask_arguments(adapter: AttentionAdapter) -> Iterator[Check]:
         idle = None
         if not is_right:  # what has no effect may be hidden by another bug, such as NaN
             pass
-        elif kind == "layer" and promises(adapter, ROTARY, "rot|rope|pos"):
+        elif kind == "layer" and (
+            promises(adapter, ROTARY, "rot|rope|pos") or is_always_called(name, adapter.description.source)
+        ):
             idle = BUGS["rotary-idle"]
         elif kind == "parameter":
             is_norm = QUERY_KEY_NORM.search(name) is not None

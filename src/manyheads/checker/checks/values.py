@@ -181,7 +181,7 @@ def check_gradients(adapter: AttentionAdapter) -> Check:
     for path, roles in paths.items():
         grad, names = answer.grads.get(path), " and ".join(roles)
         if grad is None:
-            return failed(f"no gradient reaches {names}.")
+            return failed(f"no gradient reaches {names}.", bug=BUGS["gradient-stopped"])
         expected, rounded = (torch.stack([grads[role] for role in roles]).sum(0) for grads in (exact, plain))
         error = largest_difference(adapter.join_gradient(grad)[:, : expected.shape[1]], expected)
         rounding = 256 * torch.finfo(torch.float32).eps * (1 + float(expected.abs().max()))
@@ -191,7 +191,7 @@ def check_gradients(adapter: AttentionAdapter) -> Check:
     used = {part.path for parts in weights.values() for part in parts}
     missing = [path for path, grad in answer.weight_grads.items() if grad is None and path in used]
     if missing:
-        return failed(f"no gradient reaches {', '.join(missing)}.")
+        return failed(f"no gradient reaches {', '.join(missing)}.", bug=BUGS["gradient-stopped"])
     error, allowed, names = worst
     return judge(error, allowed, "", f"the gradient of {names} differs.")
 
