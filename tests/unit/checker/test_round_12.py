@@ -359,3 +359,24 @@ def test_projections_that_are_one_layer_by_mistake() -> None:
     report = checker.check(Repeated, "self")
     assert bugs(report) == ["projections-shared"], report
     assert set(bugs(checker.check(RepeatedUnscaled, "self"))) == {"unscaled", "projections-shared"}
+
+
+class ScaledByDetour(Layer):
+    """Attention times a factor that no known part has; `head_mask` has a factor for each head."""
+
+    def __init__(self, dim: int = 24, num_heads: int = 4) -> None:
+        super().__init__(dim, num_heads)
+        self.detour = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, head_mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.heads(x)
+        weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        if head_mask is not None:
+            weights = weights * head_mask.view(1, -1, 1, 1)
+        return self.merge(weights, v) * self.detour(x).sigmoid().mean(-1, keepdim=True).exp()
+
+
+def test_a_head_mask_beside_something_unknown() -> None:
+    report = checker.check(ScaledByDetour, "self")
+    assert "values" in unjudged(report), report
+    assert {check.name: check.status for check in report.checks}["float16"] == "passed", report

@@ -293,6 +293,7 @@ def relative_loss(adapter: AttentionAdapter, inputs: list[Inputs]) -> float:
     oracle, weights = compose(adapter.right, *adapter.convention), adapter.weights
     if adapter.unknown:
         oracle, weights = Attention, random_weights(inputs[0])
+        inputs = [x.but(head_mask=None) for x in inputs]  # these weights have one head
     dtype = inputs[0].query.dtype
     weights = None if weights is None else weights.to(dtype)
     plain = flatten_outputs(adapter, inputs, [oracle(weights, dtype)(x) for x in inputs])
