@@ -31,6 +31,12 @@ class ChangedStatePart(ChangedState):
     parts: tuple[str, ...] = ("v",)
 
 
+class UnchangedState(ChangedState):
+    def reorder_incremental_state(self, cache: dict[str, Tensor], new_order: Tensor) -> None:
+        for name in self.parts:
+            cache[name].index_select(0, new_order)
+
+
 class Returned(Layer):
     def forward(self, x, layer_past=None):  # type: ignore[no-untyped-def]
         q, k, v = self.heads(x)
@@ -152,6 +158,12 @@ def test_a_method_that_reorders_a_part_of_the_cache(style: Any) -> None:
     assert result.status == "failed", result
     assert result.bug is not None
     assert result.bug.name == "cache-reordered-in-part"
+
+
+def test_a_method_that_reorders_nothing() -> None:
+    result, _ = judge(UnchangedState)
+    assert result.status == "failed", result
+    assert "the cache is as before" in result.reason
 
 
 def test_a_method_that_no_known_call_fits_is_noted() -> None:

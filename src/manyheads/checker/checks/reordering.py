@@ -20,22 +20,29 @@ ORDER = re.compile(
     r"(?:(?:new|beam|batch|sequence)_?)?(?:order|idx|ids?|index|indices|indexes|beams?|rows|perm\w*)"
 )
 CACHE = re.compile(r"\w*(?:past|cache|state|kv)\w*")
+MIXED = "a cached token of one sequence affects both"
 SWAP = [1, 0]  # its own inverse: what the order says is a convention
 
 
 class Reordering(NamedTuple):
     """Calls that reorder the cache, and the parts of what they return that the next step's arguments take."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[Call, ...] = ()
     returned: Mapping[str, str] = {}
+    wraps: bool = False  # in a tuple with the caches of all layers
+
+    @property
+    def takes_cache(self) -> bool:
+        """Return True if a call takes the cache as an argument."""
+        return any(isinstance(value, Kept) for call in self.calls for value in call.kwargs.values())
 
 
-def find_partly_reordered(
+def find_wrong_order(
     cache: Cache, lengths: tuple[int, ...], allowed: float
-) -> Iterator[tuple[str, float | None]]:
-    """Yield (method, error) of each method that moves a part of the cache and not the rest.
+) -> Iterator[tuple[str, str, float | None]]:
+    """Yield (method, what is wrong, error) of each method that doesn't reorder all of the cache.
 
-    The error is None if a method can't be called, because its arguments aren't known or it raises an error.
+    Without an error, no call of the method is known that works.
     """
     functions = cache.adapter.candidate.functions()
     made = cache.make(1)[-1].function if cache.passed else ""  # the class of the cache
@@ -56,10 +63,22 @@ def find_partly_reordered(
         outs = [(each, step_after(cache, each, x, lengths)) for each in propose(cache, called, lengths)]
         ran = [(each, out) for each, out in outs if out is not None]
         errors = [largest_difference(out, expected) for _, out in ran]
-        if not ran:
-            yield method, None
-        elif min(errors) > allowed and any(is_mixed(cache, each, x, lengths) for each, _ in ran):
-            yield method, min(errors)
+        if errors and min(errors) <= allowed:
+            continue
+        if any(is_mixed(cache, each, x, lengths) for each, _ in ran):
+            yield method, MIXED, min(errors)
+            continue
+        before = step_after(cache, Reordering(), x, lengths)
+        # A method without the cache among its arguments may be for another one, inside of the layer.
+        direct = [out for each, out in outs if not each.wraps and each.takes_cache == cache.is_outside]
+        is_unchanged = before is not None and all(
+            out is not None and torch.equal(out, before) for out in direct
+        )
+        # Another method may reorder heads, or tokens.
+        if direct and is_unchanged and re.search(r"reorder_\w", method):
+            yield method, "the cache is as before", min(errors)
+        else:
+            yield method, "", None
 
 
 def propose(cache: Cache, methods: Functions, lengths: tuple[int, ...]) -> Iterator[Reordering]:
@@ -71,19 +90,21 @@ def propose(cache: Cache, methods: Functions, lengths: tuple[int, ...]) -> Itera
     if None in filled:
         return
     made = tuple(Call(kwargs=each or {}, function=path) for path, each in zip(paths, filled, strict=True))
-    if len(made) == 1 and any(isinstance(value, Kept) for value in made[0].kwargs.values()):
+    answers = cache.answer((*calls[:-1], *made))
+    returns = answers.error is not None or answers.outputs[-1] is not None
+    if returns and len(made) == 1 and Reordering(made).takes_cache:
         names = [*taken]
         yield Reordering(
             made, {names[0]: ""} if len(names) == 1 else {n: str(i) for i, n in enumerate(names)}
         )
         if len(names) == 1:  # of a model: a tuple with a cache for each layer
-            [argument] = [name for name, value in made[0].kwargs.items() if isinstance(value, Kept)]
+            argument = next(name for name, value in made[0].kwargs.items() if isinstance(value, Kept))
             layers = (
                 Call((taken[names[0]], 1), function="itertools:repeat"),
                 Call((Kept(-1),), function="builtins:tuple"),
                 Call(kwargs=made[0].kwargs | {argument: Kept(-1)}, function=paths[0]),
             )
-            yield Reordering(layers, {names[0]: "0"})
+            yield Reordering(layers, {names[0]: "0"}, wraps=True)
     yield Reordering(made)
 
 
