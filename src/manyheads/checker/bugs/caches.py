@@ -30,6 +30,8 @@ BUGS: dict[str, Bug] = {bug.name: bug for bug in (
         "compute it from the position of the first token too, not from the length alone"),
     Bug("padding-in-steps", "whose steps with a cache treat padding before a sequence otherwise than a call without one, such as in positions",
         "number the tokens of a step as those of a call are: (attention_mask.cumsum(-1) - 1)[:, -t:], and mask the cached padding too"),
+    Bug("cache-reordered-in-part", "whose method that reorders the batch entries of its cache moves one part of it and leaves another, such as keys without their values",
+        "apply index_select(0, order) to everything that is cached by batch entry: keys, values and masks"),
     Bug("cache-not-emptied", "whose second sequence depends on what an earlier one left in its cache, although it was reset",
         "empty the cache, and set its length to 0, where a sequence begins"),
     Bug("cache-unasked", "whose calls without a cache depend on earlier calls",

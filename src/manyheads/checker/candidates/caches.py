@@ -182,7 +182,7 @@ class Cache:
 
     def _has_stored(self, sequence: Sequence, content: Call) -> bool:
         """Return True if these steps change what the call returns, or a buffer."""
-        steps, _ = self._calls([sequence])
+        steps, _ = self.calls([sequence])
         try:
             before = self.adapter.candidate.call_sequence((*self.begin(True, sequence.inputs.b), content))
             *_, step, after = self.adapter.candidate.call_sequence((*steps, content))
@@ -193,7 +193,7 @@ class Cache:
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def _calls(self, sequences: list[Sequence]) -> tuple[list[Call], list[tuple[int, int, Inputs]]]:
+    def calls(self, sequences: list[Sequence]) -> tuple[list[Call], list[tuple[int, int, Inputs]]]:
         """Return the calls, and of each step the numbers of its sequence and its call, and its inputs."""
         calls: list[Call] = []
         steps: list[tuple[int, int, Inputs]] = []
@@ -236,7 +236,7 @@ class Cache:
 
     def run(self, *sequences: Sequence) -> Run:
         """Call the candidate for sequences, one after the other, and read the outputs."""
-        calls, steps = self._calls([*sequences])
+        calls, steps = self.calls([*sequences])
         answers, error = self.answer(tuple(calls))
         outs: list[list[Tensor]] = [[] for _ in sequences]
         for n, number, tokens in steps:
@@ -282,7 +282,7 @@ class Cache:
 
     def first_output(self, x: Inputs) -> Any:
         """Return the output of the first step of a trial, or None if it raises."""
-        calls, _ = self._calls([Sequence(x, TRIAL[:1])])
+        calls, _ = self.calls([Sequence(x, TRIAL[:1])])
         outputs, error = self.answer(tuple(calls))
         return outputs[-1] if error is None else None
 
@@ -467,7 +467,7 @@ def passed_caches(adapter: AttentionAdapter, functions: Functions) -> Iterator[t
     argument = next(arg for arg in adapter.description.call if arg.name == name)
     text = f"{argument.annotation} {argument.default} {lines_about(name, adapter.text)}"
     source = adapter.description.source
-    for cls in (cls for cls in functions if not cls.startswith(".")):
+    for cls in (each for each in functions if "." not in each):
         is_documented = re.search(rf"\b{cls}\b", text) is not None
         may_be = is_documented or re.search("cache|kv", cls, re.I)
         if may_be and fill(adapter, functions[cls], 1) is not None:

@@ -18,6 +18,7 @@ from manyheads.checker.candidates.errors import UnexpectedOutput
 from manyheads.checker.candidates.roles import CACHED
 from manyheads.checker.checks.evidence import LONGEST_WINDOW
 from manyheads.checker.checks.registry import Check, check, failed, passed, skipped
+from manyheads.checker.checks.reordering import MIXED, find_wrong_order
 from manyheads.checker.isolation.errors import CodeError
 from manyheads.checker.oracle import Inputs, largest_difference
 from manyheads.checker.parts import Bias, RotaryPositions, Window
@@ -88,6 +89,12 @@ def check_cache(adapter: AttentionAdapter) -> Check:
             continue
         adapter.cache_bug = BUGS.get(name)
         return failed(f"{reason}.", error, allowed, adapter.cache_bug)
+    for method, problem, error in find_wrong_order(cache, steps, allowed):
+        if error is None:
+            notes.append(f"{method} isn't checked: no call of it is known that works")
+            continue
+        bug = BUGS["cache-reordered-in-part"] if problem == MIXED else None
+        return failed(f"after {method} with the order [1, 0], {problem}.", error, allowed, bug)
     if not cache.can_restart:
         notes.append("no method resets it, so one sequence was checked")
     return passed("; ".join(("steps give the same as one call", *notes)), worst, allowed)

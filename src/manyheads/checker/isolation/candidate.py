@@ -9,6 +9,7 @@ import gc
 import inspect
 import operator
 import os
+import re
 import sys
 import types
 import warnings
@@ -44,6 +45,10 @@ from manyheads.checker.isolation.trees import (
     with_strides,
 )
 
+REORDER = re.compile(  # a method that reorders the batch entries of a cache
+    r"_?(?:reorder|(?:index_|batch_)?select)(?:_\w*(?:cache|state|past|kv|batch|beam|entries|buffer)\w*)?"
+)
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -77,7 +82,7 @@ class Call:
         seed: The random seed.
         memory: Whether to measure the peak of memory.
         function: What to call instead of the candidate: ".name" is a method of it, "name" a class in its
-            file, "module:name" any other object.
+            file, "name.method" a method of that, "module:name" any other object.
         before: Calls that precede it: they make objects that it takes as `Kept`, or reset the candidate.
     """
 
@@ -254,12 +259,18 @@ class Candidate(contextlib.AbstractContextManager["Candidate"]):
         for path, module in instance.named_modules() if isinstance(instance, nn.Module) else [("", instance)]:
             classes = [cls for cls in type(module).__mro__ if not cls.__module__.startswith("torch.")]
             for name, method in (item for cls in classes for item in vars(cls).items()):
-                if inspect.isfunction(method) and not name.startswith("_") and name != "forward":
-                    found[f".{path}.{name}" if path else f".{name}"] = read_signature(method, bound=False)
+                key = f".{path}.{name}" if path else f".{name}"
+                if isinstance(method, staticmethod) and REORDER.fullmatch(name):
+                    found[key] = read_signature(method.__func__, bound=True)
+                elif inspect.isfunction(method) and (name[0] != "_" or REORDER.fullmatch(name)):
+                    found |= {} if name == "forward" else {key: read_signature(method, bound=False)}
         file = sys.modules.get(self._definition().__module__, types)
         for name, value in vars(file).items():
             if isinstance(value, type) and (value.__module__ == file.__name__ or "cache" in name.lower()):
                 found[name] = read_signature(value, bound=True)
+                for key, method in vars(value).items():
+                    if inspect.isfunction(method) and REORDER.fullmatch(key):
+                        found[f"{name}.{key}"] = read_signature(method, bound=False)
         return found
 
     def _definition(self) -> Any:
@@ -270,7 +281,8 @@ class Candidate(contextlib.AbstractContextManager["Candidate"]):
     def _find_function(self, name: str) -> Any:
         if name[0] == ".":
             return operator.attrgetter(name[1:])(self._built())
-        return find(name) if ":" in name else getattr(sys.modules[self._definition().__module__], name)
+        file = sys.modules[self._definition().__module__]
+        return find(name) if ":" in name else operator.attrgetter(name)(file)
 
     def _call(self, call: Call, outputs: list[Any], keeps_changes: bool) -> Answer:
         """Make a call; `outputs` are those of the calls before it, to which its own is added."""
