@@ -417,6 +417,7 @@ class TableBias(Bias):
         within: The windows of an image, if the tokens are those of all windows.
         strides: The factor of the distance on each axis, by default those of a table of all distances.
         factor: The number by which its entries are multiplied.
+        is_overlapping: Whether buckets of large distances begin at 0, as those of small ones, which is a bug.
         first: The number of tokens before those of the window, 0 or 1. A class token has the last three
             entries: from it to others, from others to it, and to itself.
     """
@@ -432,6 +433,7 @@ class TableBias(Bias):
     within: ShiftedWindow | None = None
     first: int = 0
     factor: float = 1.0
+    is_overlapping: bool = False
 
     @property
     def natural_strides(self) -> list[int]:
@@ -461,7 +463,9 @@ class TableBias(Bias):
         distances = self.sign * (j - i)
         n = table.shape[0]
         if self.kind == "buckets":
-            index = select_buckets(distances, n, self.max_distance, self.is_bidirectional)
+            index = select_buckets(
+                distances, n, self.max_distance, self.is_bidirectional, self.is_overlapping
+            )
         else:
             index = (distances + n // 2).clamp(0, n - 1) if n % 2 else (-distances).clamp(0, n - 1)
         return table[index].movedim(-1, 0) * self.factor
@@ -566,8 +570,13 @@ class ShiftedWindow(Bias):
         return f"windows of {self.size[0]} × {self.size[1]} tokens{shift}, in images of {images}"
 
 
-def select_buckets(distances: Tensor, n: int, max_distance: int, is_bidirectional: bool) -> Tensor:
-    """Return T5's bucket for each distance j − i (Raffel et al. 2020, arXiv:1910.10683, section 2.1)."""
+def select_buckets(
+    distances: Tensor, n: int, max_distance: int, is_bidirectional: bool, is_overlapping: bool = False
+) -> Tensor:
+    """Return T5's bucket for each distance j − i (Raffel et al. 2020, arXiv:1910.10683, section 2.1).
+
+    If `is_overlapping`, those of large distances aren't after those of small ones.
+    """
     start = torch.zeros_like(distances)
     if is_bidirectional:
         n //= 2
@@ -577,7 +586,7 @@ def select_buckets(distances: Tensor, n: int, max_distance: int, is_bidirectiona
     exact = n // 2
     # In float32 as in T5, because a logarithm that is a whole number may be rounded down.
     logarithms = torch.log(distances.clamp_min(1).float() / exact) / math.log(max_distance / exact)
-    far = exact + (logarithms * (n - exact)).long()
+    far = exact * (not is_overlapping) + (logarithms * (n - exact)).long()
     return start + torch.where(distances < exact, distances, far.clamp_max(n - 1))
 
 

@@ -45,6 +45,48 @@ class ReshapedT5(T5Attention):
         return super().forward(hidden_states, position_bias)
 
 
+class WideT5(Layer):
+    """Attention as in T5's encoder, unscaled, with as many buckets as a head has entries."""
+
+    is_overlapping = False
+
+    def __init__(
+        self, dim: int = 64, num_heads: int = 4, num_buckets: int = 16, max_distance: int = 32
+    ) -> None:
+        super().__init__(dim, num_heads)
+        self.max_distance = max_distance
+        self.relative_bias = nn.Embedding(num_buckets, num_heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        distances = torch.arange(x.shape[1]) - torch.arange(x.shape[1])[:, None]
+        n = self.relative_bias.num_embeddings
+        buckets = select_buckets(distances, n, self.max_distance, True, self.is_overlapping)
+        return self.merge((q @ k.mT + self.relative_bias(buckets).permute(2, 0, 1)).softmax(-1), v)
+
+
+class OverlappingT5(WideT5):
+    """Attention as in T5's encoder, unscaled; large distances have the buckets of small ones."""
+
+    is_overlapping = True
+
+
+class BiasWithoutGradient(WideT5):
+    """Attention as in T5's encoder, unscaled, whose bias is computed without gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.relative_bias.forward
+        self.relative_bias.forward = lambda index: table(index).detach()
+        try:
+            return super().forward(x)
+        finally:
+            del self.relative_bias.forward
+
+
+class FrozenBias(BiasWithoutGradient):
+    """Attention as in T5's encoder, unscaled. The table of its bias isn't trained."""
+
+
 class WithMemory(T5Attention):
     """Causal attention with T5's bias, times √d, whose keys may begin with earlier tokens."""
 
@@ -147,3 +189,15 @@ def test_bugs_of_biases_and_scales_are_named(kind: type[Layer], bug: str) -> Non
 def test_earlier_tokens_are_exercised() -> None:
     report = checker.check(WithMemory)
     assert "earlier tokens" in [check.name for check in report.checks if check.status == "passed"]
+
+
+def test_overlapping_buckets_are_named() -> None:
+    report = checker.check(WideT5, "self")
+    assert report.passed, report
+    assert bugs(checker.check(OverlappingT5, "self")) == ["buckets-overlap"]
+
+
+def test_a_bias_that_no_gradient_reaches_is_named() -> None:
+    assert bugs(checker.check(BiasWithoutGradient, "self")) == ["gradient-stopped"]
+    report = checker.check(FrozenBias, "self")
+    assert report.passed, report

@@ -35,3 +35,9 @@ def test_documentation_says_which_keys_a_mask_keeps(text: str, keeps: bool | Non
 
 def test_the_last_axis_of_a_documented_shape_is_that_of_the_keys() -> None:
     assert read_mask("mask", "mask: (b, n), (B, T, T) or (t, b)").shapes == {"bs", "bts", "sb"}
+
+
+@pytest.mark.parametrize("size", ["very", "large", "big", "huge"])
+def test_a_mask_of_zeros_and_large_negative_numbers_is_added(size: str) -> None:
+    text = f"mask: added to the scores: 0 where a token may look and a {size} negative number where not"
+    assert read_mask("mask", text).is_additive

@@ -57,3 +57,34 @@ def test_a_parameter_of_three_dimensions_is_split(target: type[nn.Module]) -> No
 
 def test_swapped_projections_of_a_stacked_parameter_are_named() -> None:
     assert "q-k-swapped" in {each.bug for each in checker.check(StackedSwapped, "self").diagnosis}
+
+
+class Mixed(nn.Module):
+    """Attention. mask [b, t, t] is added to the scores: 0, or a big negative number where masked."""
+
+    is_transposed = True
+
+    def __init__(self, d_model: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv_layer = nn.Linear(d_model, 3 * d_model)
+        self.linear_layer = nn.Linear(d_model, d_model)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv_layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2).chunk(3, -1)
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        values = (scores if mask is None else scores + mask[:, None]).softmax(-1) @ v
+        return self.linear_layer((values.transpose(1, 2) if self.is_transposed else values).reshape(x.shape))
+
+
+class MixedWithoutTranspose(Mixed):
+    """Attention. mask [b, t, t] is added to the scores: 0, or a big negative number where masked."""
+
+    is_transposed = False
+
+
+def test_the_only_layer_left_is_the_output_projection() -> None:
+    report = checker.check(Mixed, "self")
+    assert report.passed, report
+    report = checker.check(MixedWithoutTranspose, "self")
+    assert [diagnosis.bug for diagnosis in report.diagnosis] == ["merge-without-transpose"]

@@ -183,6 +183,35 @@ class NoGrad(Plotted):
         return [*(y.data for y in qk), v]
 
 
+class ByBlocks(Layer):
+    """Attention whose softmax is computed by blocks of keys, after the logarithm of its sum."""
+
+    is_cut = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        blocks = [q @ each.mT / q.shape[-1] ** 0.5 for each in k.split(2, 2)]
+        lse = torch.stack([block.logsumexp(-1) for block in blocks]).logsumexp(0)[..., None]
+        lse = lse.detach() if self.is_cut else lse
+        return self.merge(torch.cat([(block - lse).exp() for block in blocks], -1), v)
+
+
+class SumWithoutGradient(ByBlocks):
+    """Attention whose softmax is computed by blocks of keys, after the logarithm of its sum."""
+
+    is_cut = True
+
+
+class SteadyExponentials(Layer):
+    """Attention whose largest scores are subtracted without gradients, which changes nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        exp = (scores - scores.amax(-1, keepdim=True).detach()).exp()
+        return self.merge(exp / exp.sum(-1, keepdim=True), v)
+
+
 class Padded(Layer):
     """Attention. attention_mask: [batch, seq] with 1 for real tokens and 0 for padding."""
 
@@ -319,9 +348,11 @@ class PixelsOverQueries(Pixels):
 
 
 RIGHT = [Scaled, Frequencies, RotaryAttention, Plotted, Padded, Documents, Stream, Carried, Pixels]
+RIGHT += [ByBlocks, SteadyExponentials]
 WRONG = [
     (Detached, "gradient-stopped"),
     (NoGrad, "gradient-stopped"),
+    (SumWithoutGradient, "gradient-stopped"),
     (PaddedQueries, "mask-transposed"),
     (EarlierDocuments, "segments-by-order"),
     (KeptRows, "rotary-offset-trimmed"),

@@ -29,7 +29,7 @@ BUGS: dict[str, Bug] = {bug.name: bug for bug in (
         "compute it from the length of each call, or keep the original beside it"),
     Bug("mask-kept", "that uses the mask of an earlier call again",
         "compute the mask in each call: its shape doesn't tell what it masks"),
-    Bug("gradient-stopped", "through which no gradient reaches some of its projections or inputs",
+    Bug("gradient-stopped", "through which no gradient reaches some of its parameters, inputs or steps",
         "compute the output without torch.no_grad, detach() and .data: keep a detached copy of the weights for plots"),
     Bug("rotary-rounded", "whose rotary positions or angles are computed in half precision, which doesn't have all positions of a long sequence",
         "compute positions, angles, cosines and sines in float32, and convert the result"),

@@ -483,6 +483,8 @@ BUGS: list[PartBug] = [
         lambda part: changed(is_bidirectional=not part.is_bidirectional)(part) if part.kind == "buckets" else []),
     PartBug("buckets-distance", "whose buckets of T5's end at another distance than its argument or its documentation says", "all distances from max_distance on share a bucket: log(distance / exact) / log(max_distance / exact)",
         TableBias, other_distances),
+    PartBug("buckets-overlap", "whose large distances share T5's buckets with small ones", "the buckets of large distances begin after those of exact ones: max_exact + (log(distance / max_exact) / log(max_distance / max_exact) * (n - max_exact))",
+        TableBias, lambda part: changed(is_overlapping=True)(part) if part.kind == "buckets" else []),
     PartBug("buckets-future-shared", "whose later keys all share a bucket of T5's, whatever their distance", "take the distance without its sign before the buckets: relative_position.abs()",
         TableBias, shared_future),
     PartBug("alibi-sign", "whose ALiBi raises the scores of far keys rather than lowering them", "subtract slope · (i − j)", Alibi, changed(sign=1)),

@@ -176,7 +176,9 @@ def mask_polarity(name: str, role: str, kind: str, text: str) -> tuple[bool, str
 def is_added(name: str, lines: str, polarity: bool | None) -> bool:
     """Return True if documentation says that a mask is added to the scores."""
     word, infinity = re.escape(name), r"(?:-\s?(?:inf|∞|1e\d|100(?:00)?\b)|negative infinity|finfo|"
-    infinity += r"(?:the )?(?:lowest|smallest|most negative) (?:number|value|float)|(?:large|very) negative)"
+    infinity += (
+        r"(?:the )?(?:lowest|smallest|most negative) (?:number|value|float)|(?:large|very|big|huge) negative)"
+    )
     if re.search(rf"\b{word}\b[^.]{{0,60}}\badditive\b|\badditive {word}\b", lines, re.I):
         return True
     if not re.search(infinity, lines) and polarity is not None:

@@ -208,3 +208,8 @@ def roles_of_words(component: str) -> set[str]:
     if len(found) > 1 and found <= {*"qkv"}:  # key_value_dense
         found = {"".join(role for role in "qkv" if role in found)} & {"qkv", "kv"}
     return found or {"o" for word in words if word in OUTPUT_WORDS}
+
+
+def is_generic(path: str) -> bool:
+    """Return True if the name of a layer, such as `linear_layer`, says only that it is one."""
+    return all(word in GENERIC for word in path.rpartition(".")[2].lower().split("_"))

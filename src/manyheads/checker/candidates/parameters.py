@@ -284,6 +284,12 @@ def assign_roles(
             projections.reasons[cubes[0]] = "its shape"
     named = [path.removesuffix(".weight") for path, shape in shapes.items() if path.endswith(".weight")
              and len(shape) == 2 and path not in found and re.search(r"proj|out", path)]  # fmt: skip
+    if "o" not in roles and not named:
+        inner = {shapes[path][0] // len(role) for path, (role, part, _) in found.items() if part == "weight"}
+        left = [path for path, shape in shapes.items() if len(shape) > 1 and path not in found]
+        layers_left = [path.removesuffix(".weight") for path in left if shapes[path][-1] in inner]
+        is_generic = len(left) == 1 and [*map(names.is_generic, layers_left)] == [True]
+        named = [x for x in layers_left if is_generic and description.layers.get(x) == "Linear"]
     if "o" not in roles and len(named) == 1 and not names.OTHER.search(named[0]):
         for part in ("weight", "bias"):
             found[f"{named[0]}.{part}"] = "o", part, None

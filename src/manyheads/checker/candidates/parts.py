@@ -702,6 +702,9 @@ class Search:
         named = self.names_query_or_key(group)
         roles = named if len(named) == 1 else ["qk", "q", "k"]
         wide = [role for role in roles if n == (g if role == "k" else h) * d > d]
+        sides = [size for size in shape if size > 1]
+        if len(sides) > 1 and sides[-1] != d:  # of as many rows as a head has entries, such as a table
+            wide = []
         places = [("heads", role) for role in roles if n in (1, d)]
         if n in self.adapter.widths[:2] and "cross" in self.adapter.features:
             places += [("input", role) for role in roles if role != "qk"]

@@ -80,9 +80,9 @@ def unchecked(reason: str) -> Check:
     return Check("", "could not be checked", reason)
 
 
-def judge(error: float, allowed: float, reason: str, failure: str) -> Check:
+def judge(error: float, allowed: float, reason: str, failure: str, bug: Bug | None = None) -> Check:
     """Return the result of a check that passes if the error is at most `allowed`."""
-    return passed(reason, error, allowed) if error <= allowed else failed(failure, error, allowed)
+    return passed(reason, error, allowed) if error <= allowed else failed(failure, error, allowed, bug)
 
 
 Function = Callable[[Any], Check | Iterator[Check]]
