@@ -383,3 +383,41 @@ def test_a_partial_of_a_class_is_built() -> None:
     assert [argument.name for argument in found.init or ()] == ["dropout"]
     assert candidate.build({}).parameters["qkv.bias"] == (72,)
     assert checker.check(partial, "self").passed
+
+
+# -- a context that evaluation keeps ----------------------------------------------------------------
+
+
+class KeepsMemory(nn.Module):
+    """Cross-attention of x [b, t, e] to memory [b, s, e], whose keys and values evaluation keeps."""
+
+    def __init__(self, dim: int = 24, num_heads: int = 4) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+        self.memory: Tensor | None = None
+        self.kept: list[Tensor] = []
+
+    def train(self, mode: bool = True) -> KeepsMemory:
+        self.memory = None
+        return super().train(mode)
+
+    def is_kept(self, memory: Tensor) -> bool:
+        return self.memory is memory
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        if self.training or not self.is_kept(memory):
+            self.kept, self.memory = [self.k(memory), self.v(memory)], memory
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in (self.q(x), *self.kept))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class KeepsShape(KeepsMemory):
+    def is_kept(self, memory: Tensor) -> bool:
+        return self.memory is not None and self.memory.shape == memory.shape
+
+
+def test_evaluation_keeps_a_context_of_the_same_shape() -> None:
+    assert checker.check(KeepsMemory).passed
+    report = checker.check(KeepsShape)
+    assert [diagnosis.bug for diagnosis in report.diagnosis] == ["context-kept"], report

@@ -243,6 +243,58 @@ def test_a_method_makes_the_cache(right: type[nn.Module], wrong: type[nn.Module]
     assert bugs(checker.check(wrong)) == ["first-key-only"]
 
 
+class OfOneSize(Layer):
+    """Causal attention over buffers for all batch entries. `input_pos` are the positions of x, [t]."""
+
+    rows_by_length = False
+    batch, capacity = 2, 32
+    k_cache: Tensor
+    v_cache: Tensor
+    visible: Tensor
+
+    def __init__(self, dim: int = 24, num_heads: int = 4) -> None:
+        super().__init__(dim, num_heads)
+        shape = (self.batch, num_heads, self.capacity, dim // num_heads)
+        self.register_buffer("k_cache", torch.zeros(shape), persistent=False)
+        self.register_buffer("v_cache", torch.zeros(shape), persistent=False)
+        self.register_buffer("visible", torch.ones(self.capacity, self.capacity).tril().bool())
+
+    def forward(self, x: Tensor, input_pos: Tensor) -> Tensor:
+        assert input_pos.dim() == 1
+        assert len(x) == self.batch
+        q, k, v = self.heads(x)
+        keys, values = (y.to(x.dtype, copy=True) for y in (self.k_cache, self.v_cache))
+        keys[:, :, input_pos], values[:, :, input_pos] = k, v
+        with torch.no_grad():
+            self.k_cache.copy_(keys)
+            self.v_cache.copy_(values)
+        visible = self.visible[: len(input_pos)] if self.rows_by_length else self.visible[input_pos]
+        scores = (q @ keys.mT / q.shape[-1] ** 0.5).masked_fill(~visible, float("-inf"))
+        return self.merge(scores.softmax(-1), values)
+
+
+class OfOneEntry(OfOneSize):
+    batch = 1
+
+
+class OfOneSizeRowsByLength(OfOneSize):
+    rows_by_length = True
+
+
+class OfOneEntryRowsByLength(OfOneEntry):
+    rows_by_length = True
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"), [(OfOneSize, OfOneSizeRowsByLength), (OfOneEntry, OfOneEntryRowsByLength)]
+)
+def test_a_cache_takes_one_number_of_batch_entries(right: type[OfOneSize], wrong: type[nn.Module]) -> None:
+    report = checker.check(right)
+    assert (report.verdict, status(report, "cache")) == ("passed", "passed"), report
+    assert f"takes batches of {right.batch}, as trial calls show" in report.notes
+    assert bugs(checker.check(wrong)) == ["first-key-only"]
+
+
 # -- attention of the first token alone ------------------------------------------------------------
 
 

@@ -97,6 +97,7 @@ class AttentionAdapter(Adapter):
         self.prepare: Make = lambda b: ()  # the calls before each call, for a batch of this size
         self.grid = ""  # the layout of x if it is one sequence, an image or a video, such as "[b, e, h, w]"
         self.context_grid = ""  # the layout of a context that is an image, "[b, e, h, w]" or "[b, h, w, e]"
+        self.batch: int | None = None  # the number of batch entries, if a cache of fixed sizes takes no other
         self.count: int | None = None  # the number of tokens, if its constructor fixes it
         self.images: list[tuple[int, int]] = []  # the rows and columns of images that calls take
         self.prefix = 0  # how many tokens are before those of a grid whose size is passed
@@ -320,11 +321,12 @@ class AttentionAdapter(Adapter):
     ) -> Inputs:
         """Return random inputs without masks. In self-attention, `s` is ignored and equals `t`.
 
-        A fixed number of tokens takes the place of both, or another such number, `count`.
+        A fixed number of tokens takes the place of both, or another such number, `count`; a fixed number of
+        batch entries that of `b`.
         """
         count = count or self.count
         crosses = "cross" in self.features
-        b = 1 if self.is_single else b
+        b = 1 if self.is_single else self.batch or b
         t, s = (count, count) if count else (max(t, self.prefix + 1), s)
         s = s if crosses and s is not None else t
         if self.context_grid and s > 3 and divide_grid(s)[0] == 1:

@@ -27,7 +27,7 @@ from manyheads.checker.candidates.attention import (
     TRIED,
     AttentionAdapter,
 )
-from manyheads.checker.candidates.caches import find_cache, prepare_calls
+from manyheads.checker.candidates.caches import STORED, find_cache, prepare_calls
 from manyheads.checker.candidates.construct import fill_arguments, has_implementations
 from manyheads.checker.candidates.encoding import RotaryAdapter, TableAdapter
 from manyheads.checker.candidates.errors import ALONE, Unclear, UnexpectedOutput
@@ -52,6 +52,7 @@ from manyheads.checker.parts import Window
 
 LAYOUTS = {"batch": "sequence", "sequence": "batch"}  # and the other one
 DECODER = re.compile(r"(?:is_|as_)?decoder|unidirectional")  # flags without which nothing may be causal
+LARGEST_BATCH = 8  # of trial calls
 SQUARES = (16, 64, 49, 196)  # numbers of tokens to try where no constructor argument gives one
 
 
@@ -480,7 +481,8 @@ def find_position_forms(adapter: AttentionAdapter, g: torch.Generator) -> None:
     """Find how positions, cosines and sines are passed: in the first shape that is accepted.
 
     Cosines repeated in halves and in pairs have the same shape. With those that fit the rotation, only
-    distances matter, so that later positions give the same outputs.
+    distances matter, so that later positions give the same outputs. If none is accepted, the code may have a
+    cache for a fixed number of batch entries.
     """
     if not POSITIONS & set(adapter.arguments):
         return
@@ -493,19 +495,36 @@ def find_position_forms(adapter: AttentionAdapter, g: torch.Generator) -> None:
     ):
         adapter.angle_order = ("sin", "cos")
     accepted: dict[tuple[str, forms.AngleForm | None], float] = {}
-    for letters, form in product(("bs", "s") if "positions" in adapter.arguments else ("bs",), angles):
-        adapter.position_letters, adapter.angle_form = letters, form
+    axes = ("bs", "s") if "positions" in adapter.arguments else ("bs",)
+    for batch, letters, form in product((None, *fixed_batches(adapter)), axes, angles):
+        if accepted and batch != adapter.batch:
+            break
+        adapter.batch, adapter.position_letters, adapter.angle_form = batch, letters, form
         x = adapter.draw(g)
         later = adapter.place(x, torch.arange(3, x.s + 3).expand(x.b, -1))
         before, after = adapter.attempt(x), adapter.attempt(later)
         if before is not None and after is not None and bool(before.out.isfinite().all()):
             accepted[letters, form] = largest_difference(before.out, after.out)
-    if not accepted and not find_vectors_for_positions(adapter, g):
-        leave_out_angles(adapter)
+    if not accepted:
+        adapter.batch = None
+        if not find_vectors_for_positions(adapter, g):
+            leave_out_angles(adapter)
+    elif adapter.batch is not None:
+        adapter.notes.append(f"takes batches of {adapter.batch}, as trial calls show")
     first = next(iter(accepted), ("bs", angles[0]))
     same_shape = [each for each in accepted if each[1] and first[1] and each[1].letters == first[1].letters]
     fitting = (each for each in same_shape if accepted[each] < 1e-3)
     adapter.position_letters, adapter.angle_form = next(fitting, first)
+
+
+def fixed_batches(adapter: AttentionAdapter) -> list[int]:
+    """Return the numbers of batch entries that settings name, or that a cache among the buffers has."""
+    values = {arg.name: arg.default for arg in adapter.description.init or ()}
+    values |= {**adapter.description.attributes, **adapter.init}
+    sizes = [n for name, n in values.items() if names.constructor_value(name)[1] == names.BATCH]
+    stored = {name: shape for name, shape in adapter.description.buffers.items() if STORED.search(name)}
+    sizes += [shape[0] for shape in stored.values() if len(shape) == 4]
+    return [n for n in dict.fromkeys(sizes) if type(n) is int and 0 < n <= LARGEST_BATCH and n != B]
 
 
 def find_vectors_for_positions(adapter: AttentionAdapter, g: torch.Generator) -> bool:
@@ -727,14 +746,15 @@ def find_padded_queries(adapter: AttentionAdapter, g: torch.Generator) -> None:
         return
     adapter.counts_tokens = adapter.has_positions and counts_without_padding(adapter, g)
     x = adapter.draw(g)
-    padding = torch.ones(B, x.s, dtype=torch.bool)
+    padding = torch.ones(x.b, x.s, dtype=torch.bool)
     # Padding before other tokens, which attend to it unless it is masked, and at the end.
-    padding[0, 1] = padding[2, 2] = padding[2, -1] = False
+    padding[0, 1] = padding[-1, 2] = padding[-1, -1] = False
     has_window = any(isinstance(part, Window) for part in adapter.parts)
-    padding[1, 1:] = not has_window  # or an empty window
+    padding[x.b // 2, 1:] = not has_window  # or an empty window
     _, form = adapter.mask_form("padding")
     if adapter.counts_tokens or form.letters == "lengths":
-        padding = torch.arange(x.s) < torch.tensor([x.s - 2, 1 if has_window else x.s, x.s - 1])[:, None]
+        lengths = torch.tensor([x.s - 2, 1 if has_window else x.s, x.s - 1])[: x.b]
+        padding = torch.arange(x.s) < lengths[:, None]
     x = x.but(padding=padding)
     got, expected = adapter.attempt(x), adapter.exact(x).out
     if got is None or got.out.shape != expected.shape:

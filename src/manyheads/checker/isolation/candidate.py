@@ -314,8 +314,8 @@ class Candidate(contextlib.AbstractContextManager["Candidate"]):
                 state = State(candidate)
                 if not keeps_changes:
                     stack.callback(self._undo, state, state.snapshot())
-                stack.callback(state.restore)
-                state.set_mode(call.training)
+                stack.callback(state.restore, keeps_modes=keeps_changes)
+                state.set_mode(call.training, is_first=not outputs)
                 function = self._find_function(call.function) if call.function else candidate
                 if call.compiled:
                     torch._dynamo.reset()  # graphs of earlier calls count against the limit of recompilations

@@ -299,9 +299,13 @@ class State:
         entries = [x for module, _ in self.modes for x in (module._parameters, module._buffers)]
         return Snapshot(*entries, *(x for _, _, x in module_tensors(self.module)))
 
-    def set_mode(self, training: bool) -> None:
-        """Set training or evaluation mode, which the call may not change; a module may override train()."""
-        if self.module is not None:
+    def set_mode(self, training: bool, is_first: bool) -> None:
+        """Set training or evaluation mode, which the call may not change.
+
+        A module may override train(), for example to empty a cache. As in people's programs, it is only
+        called before the first call of a sequence and where the mode changes.
+        """
+        if self.module is not None and (is_first or self.module.training != training):
             self.module.train(training)
         self.call_modes = [(module, module.training) for module, _ in self.modes]
 
@@ -324,10 +328,10 @@ class State:
             name in before and x.shape != before[name][1].shape for _, name, x in module_tensors(self.module)
         )
 
-    def restore(self) -> None:
+    def restore(self, keeps_modes: bool) -> None:
         """Restore global state and modes."""
         restore_globals(self.globals)
-        for module, mode in self.modes:
+        for module, mode in () if keeps_modes else self.modes:
             module.training = mode
 
 
