@@ -317,7 +317,8 @@ def judge_setting(
             return Check("", "not judged", f"{setting} changes no output. {advice}"), []
         together = {**setting.init, flag: True}
         other = open_attention(adapter.candidate, replace(adapter.options, init=together))
-    other.convention, other.plausible = adapter.convention, other.plausible[:MOST_PLAUSIBLE]
+    # Fewest parts first: an option adds few.
+    other.convention, other.plausible = adapter.convention, sorted(other.plausible, key=len)[:MOST_PLAUSIBLE]
     checks, found, _ = judge(other, strict, lambda name: None, WITH_SETTING, takes_pairs=False)
     failed = [check for check in checks if check.status == "failed"]
     reasons = "; ".join(f"{check.name}: {check.reason.rstrip('.')}" for check in failed)

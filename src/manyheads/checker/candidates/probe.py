@@ -153,8 +153,8 @@ def open_with_context(adapter: Adapter) -> AttentionAdapter | str:
 def unused_with_context(adapter: Adapter) -> dict[str, str]:
     """Return the arguments that aren't used with a context, and why each can't be judged, "" if it is right.
 
-    A causal flag, a window or a mask of pairs that the batch shares is usually for self-attention alone, if
-    documentation says nothing. A mask that may be one of the context's keys is different.
+    If documentation says nothing, a causal flag, a window, or a mask of pairs that the batch shares and that
+    code drops, is usually for self-attention alone. A mask that may be one of the context's keys isn't.
     """
     if not isinstance(adapter, AttentionAdapter):
         return {}
@@ -169,10 +169,12 @@ def unused_with_context(adapter: Adapter) -> dict[str, str]:
             adapter.notes.append(f"{name} isn't used with {context}, as documented")
         elif documentation.says_with_context(name, context, adapter.text):
             continue
-        elif (name in of_pairs or name in flags) and has_no_effect_with(adapter, context, name):
+        is_dropped = documentation.is_dropped_with_context(name, context, description.source, adapter.text)
+        is_usual = name in flags or (name in of_pairs and is_dropped)
+        if is_usual and has_no_effect_with(adapter, context, name):
             unused[name] = ""
             adapter.without_context.append(name)
-        elif documentation.is_dropped_with_context(name, context, description.source, adapter.text):
+        elif is_dropped:
             unused[name] = (
                 f"its code uses it only without {context}, and nothing says that this is meant. If it is, "
                 f"say so in its documentation, or give --arg {context}=ignore."

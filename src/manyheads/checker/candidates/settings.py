@@ -14,7 +14,7 @@ from manyheads.checker.candidates.documentation import lines_about
 from manyheads.checker.isolation.describe import Argument
 
 MOST = 10  # settings that are judged, each in about half a second
-MOST_PLAUSIBLE = 4  # sets of parts beside which a bug is searched for
+MOST_PLAUSIBLE = 6  # sets of parts beside which a bug is searched for
 MOST_FLAGS = 4  # other options that a setting may need, which are tried
 OFF = (None, False, 0, -1)
 
