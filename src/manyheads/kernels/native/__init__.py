@@ -83,7 +83,9 @@ def run(problem: Problem, spec: Spec | None = None) -> tuple[Tensor, Tensor | No
     """Return the output `[b, h, t, w]`, the log-sum-exp `[b, h, t]` or None, and fused statistics.
 
     Statistics are computed only if that is faster than computing them later. For few queries without a
-    gradient or statistics it returns no log-sum-exp, and an attention map computes one when it is read.
+    gradient or statistics, the kernel may read keys without packing them, which is faster but sums scores in
+    a different order from `tile`. Then it returns no log-sum-exp, and an attention map computes one when it
+    is read.
     """
     if not _direct(problem):
         return *torch.ops.manyheads.native(*operator.arguments(problem)), {}

@@ -772,25 +772,6 @@ template <class T, class Op> struct Scores {
     Real *to;
     int64_t next = 0;
 
-    // Multiplies some keys of one head, which aren't packed, with the queries that share it.
-    void compute_unpacked(const FewQueries<T, Op> &few, int64_t head, int64_t first) const {
-        typename FewQueries<T, Op>::Queries queries = {};
-        queries.b = head / problem.g, queries.g = head % problem.g;
-        int64_t count = smaller<int64_t>(PANEL, problem.s - first);
-        Real *score;
-        allocate(scratch, array(queries.packed, few.rows * few.depth),
-                 array(queries.vectors, few.rows * few.units / LANES), array(score, few.rows * PANEL));
-        for (int64_t row = 0; row < few.rows; row++) few.pack(queries, row);
-        few.template multiply_keys<PANEL>(queries, first, count, score);
-        for (int64_t row = 0; row < few.rows; row++) {
-            scale_and_cap(problem, few.unit, score + row * PANEL, nullptr, round_up(count, LANES));
-            memcpy(to +
-                       ((queries.b * problem.h + few.head_of(queries, row)) * problem.t + row % problem.t) * problem.s +
-                       first,
-                   score + row * PANEL, sizeof(Real) * count);
-        }
-    }
-
     // Multiplies a panel of keys of one head with all queries that share it.
     void compute(int64_t head, int64_t first) const {
         int64_t b = head / problem.g, count = smaller<int64_t>(PANEL, problem.s - first),
@@ -821,12 +802,9 @@ template <class T, class Op> struct Scores {
 
     void run() {
         int64_t panels = round_up(problem.s, PANEL) / PANEL;
-        FewQueries<T, Op> few(problem);
         run_on<Op>(threads_for(problem, 2. * problem.b * problem.h * problem.t * problem.s * problem.d), [&] {
-            take_each(next, problem.b * problem.g * panels, [&](int64_t n) {
-                few.packs ? compute(n / panels, n % panels * PANEL)
-                          : compute_unpacked(few, n / panels, n % panels * PANEL);
-            });
+            take_each(next, problem.b * problem.g * panels,
+                      [&](int64_t n) { compute(n / panels, n % panels * PANEL); });
         });
     }
 };

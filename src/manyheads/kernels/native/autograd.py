@@ -13,7 +13,7 @@ from torch._C import _functorch
 
 from manyheads.kernels import batched, operator
 from manyheads.kernels.native import library
-from manyheads.kernels.native.packing import pack, sharing
+from manyheads.kernels.native.packing import pack
 from manyheads.kernels.native.passes import CHUNKS, backward, forward, needs_output, no_memory
 from manyheads.masks import And, Lengths
 from manyheads.problem import Problem
@@ -94,9 +94,8 @@ class Plan:
                 self.get_n, self.left = attrgetter(name), part.left
         # The struct of problem.h: 8 sizes, 3 addresses, 16 strides, 2 addresses, …, 2 addresses, …
         self.sizes, self.strides, self.numbers, rest = data[:64], data[88:216], data[232:288], data[304:-16]
-        # … and how many queries share a head of keys, and the number of threads
-        queries = sharing(problem, problem.wants_gradient())
-        self.rest = rest + struct.pack("=2q", queries, torch.get_num_threads())
+        # … and whether scores will be computed again, and the number of threads
+        self.rest = rest + struct.pack("=2q", problem.wants_gradient(), torch.get_num_threads())
         self.fill = struct.Struct(f"=64s3Q128s2Q56s2Q{len(rest) + 16}s").pack
         # A tensor like the log-sum-exp, without its memory.
         self.like_lse = q.new_empty(1, dtype=problem.dtype).expand(self.rows)

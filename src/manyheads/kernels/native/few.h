@@ -1,8 +1,8 @@
 // The scores of a few queries: keys are read once for all queries that share them.
 //
-// A gradient or a map that computes the scores again must get the same bits, so that their errors cancel those of the
-// log-sum-exp. Keys that are packed give other bits than keys that aren't, because products are summed in another order.
-// So the number of queries that share a head of the whole problem decides.
+// If a gradient or a map will compute the scores again, they must have the same bits as here, so that their errors cancel
+// those of the log-sum-exp. Then keys are packed as in the other passes, which sums products in the same order.
+// Otherwise they are packed only if that is faster.
 #pragma once
 #include "products.h"
 
@@ -27,7 +27,7 @@ template <class T, class Op> struct FewQueries {
     FewQueries(const Problem &problem) : problem(problem) {
         rows = queries_per_key(problem), depth = round_up(problem.d, Op::DEPTH_MULTIPLE);
         units = round_up(round_up(problem.d, Op::PAIR) / Op::PAIR, LANES);
-        packs = problem.sharing > UNPACKED_QUERIES;
+        packs = problem.recomputed || rows > UNPACKED_QUERIES;
         unit = Op::PAIR == 1 ? (Real)1 : (Real)problem.scale;
     }
 

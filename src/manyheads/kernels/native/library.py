@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent
 OVERRIDE = os.environ.get("MANYHEADS_LIBRARY")  # for example a library with sanitizers
 FILE = Path(OVERRIDE or FOLDER / "native.so")
 LOG = FILE.with_suffix(".log")  # why the library, or one of its builds, is missing
-INTERFACE = 12  # as in problem.h. The formats are those of its structs; each field has eight bytes
+INTERFACE = 11  # as in problem.h. The formats are those of its structs; each field has eight bytes
 PROBLEM = struct.Struct("=8q 3Q 16q 2Q 2d Q qQ 2q 2Q 2Q2q Q4q Q4q Qq 2q".replace(" ", ""))
 GRADIENT = struct.Struct("=Q4q Q 3Q Q Q4q Q 2q".replace(" ", ""))
 STATISTICS = struct.Struct("=2q 4Q Q q 2Q q Q q".replace(" ", ""))

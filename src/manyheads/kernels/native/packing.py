@@ -17,14 +17,11 @@ from manyheads.problem import ALL, Problem
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # numbered as in problem.h
 
 
-def pack(
-    problem: Problem, out: Tensor, lse: Tensor | None, whole: Problem | None = None
-) -> tuple[bytes, list[Tensor]]:
+def pack(problem: Problem, out: Tensor, lse: Tensor | None) -> tuple[bytes, list[Tensor]]:
     """Return a problem's bytes, and the tensors that were made for it, to which some of its addresses point.
 
     out: The output to write, `[b, h, t, w]`.
     lse: The log-sum-exp to write, `[b, h, t]`, or None.
-    whole: The problem of which this is a tile.
     """
     n, q, k, v = problem.shape, problem.q, problem.k, problem.v
     held: list[Tensor] = []
@@ -72,20 +69,9 @@ def pack(
         *q.stride(), *k.stride(), *v.stride(), *out.stride(),
         out.data_ptr(), 0 if lse is None else lse.data_ptr(),
         problem.scale, problem.softcap or 0.0, sink, *offset, low, high, *real, *ids, *keep, *bias, *slopes,
-        sharing(whole or problem, lse is not None or whole is not None), torch.get_num_threads(),
+        lse is not None, torch.get_num_threads(),
     )  # fmt: skip
     return data, held
-
-
-def sharing(problem: Problem, is_recomputed: bool) -> int:
-    """Return the number of queries that share a head of keys, or `FAR` if keys have to be packed.
-
-    The gradient of a bias packs keys, and must get the scores for which the log-sum-exp was computed.
-
-    is_recomputed: Whether a gradient or a map may compute the scores again.
-    """
-    shape = problem.shape
-    return FAR if is_recomputed and problem.bias is not None else shape.h // shape.g * shape.t
 
 
 def tensor_bytes(problem: Problem) -> int:

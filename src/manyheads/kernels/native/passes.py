@@ -34,7 +34,7 @@ def attend(
 ) -> FusedStatistics:
     """Write the output and the log-sum-exp; return the fused statistics of a spec.
 
-    lse: The tensor to write, or to read if `known`, or None.
+    lse: The tensor to write, or to read if `known`; None if no later pass recomputes the scores.
     """
     data, _held = pack(problem, out, lse)  # tensors that must live until the call has returned
     fused: FusedStatistics = {}
@@ -60,7 +60,7 @@ def logits(problem: Problem, *part: Rows) -> Tensor:
     if result.numel() == 0:
         return result
     tile = Problem.of(q, k, k[..., :0], scale=problem.scale, softcap=problem.softcap, offset=0)
-    data, _held = pack(tile, q[..., :0], None, problem)
+    data, _held = pack(tile, q[..., :0], None)
     assert library.scores is not None
     if library.scores(data, result.data_ptr(), library.width):
         raise MemoryError("Not enough memory to pack a block of keys. Free some memory.")

@@ -4,7 +4,7 @@
 
 extern "C" {
 
-constexpr int64_t INTERFACE = 12;  // increased whenever a struct or function changes; Python compares it before any call
+constexpr int64_t INTERFACE = 11;  // increased whenever a struct or function changes; Python compares it before any call
 
 enum Dtype : int64_t { FLOAT32, BFLOAT16, FLOAT16, FLOAT64 };
 
@@ -31,7 +31,7 @@ struct Problem {
     int64_t bias_stride[4];
     const void *slopes;  // [h] or null: ALiBi
     int64_t slopes_stride;
-    int64_t sharing;  // the queries that share a head of keys; of the whole problem, if this is a tile of one
+    int64_t recomputed;  // not 0 if a gradient or a map will compute the scores again for this lse
     int64_t threads;
 };
 
