@@ -120,11 +120,10 @@ def resolve_roles(
     if guesses and len(accepted) != 1:
         taken = " and ".join(required_sequences(description, roles))
         given = [" ".join(f"--arg {name}={role}" for name, role in each.tried.items()) for each in guesses]
+        hint = "" if accepted else f" Perhaps one is something else, such as a bias of pairs. {ALONE}."
         raise Unclear(
             f"Nothing says for certain what {taken} of {description.name} are, and trial calls accept "
-            f"{'several ways' if accepted else 'no way'} to pass them. Give {' or '.join(given)}."
-            + f" Perhaps one is something else, such as a bias of pairs. {ALONE}."
-            * (not accepted)
+            f"{'several ways' if accepted else 'no way'} to pass them. Give {' or '.join(given)}.{hint}"
         )
     return accepted[0] if accepted else options
 
