@@ -675,9 +675,9 @@ class AttentionAdapter(Adapter):
 
     def remove_extra(self, out: Tensor, x: Inputs) -> Tensor:
         """Return outputs without those of tokens that don't attend, which may be left out, too."""
-        rest = out[:, x.t :] if out.dim() == 3 else out[:, :0]
-        if not self.extra or not rest.numel():
+        if not self.extra or out.dim() != 3 or out.shape[1] <= x.t:
             return out
+        rest = out[:, x.t :]
         if not torch.equal(rest, torch.full_like(rest, EXTRA)):
             raise UnexpectedOutput(
                 f"Expected the tokens after the first {x.t}, which {self.arguments['query-length']} counts, "
