@@ -131,7 +131,7 @@ def test_conventions_change_nothing_and_every_bug_changes_something() -> None:
             unchanged.add(bug.name)
         assert bug.description
         assert bug.fix
-    # The first needs a layer without an output projection, the second numbers of segments, the others a cache.
+    # These need a layer without an output projection, numbers of segments, or a cache.
     of_caches = {"empty-slots-visible", "cache-order", "cached-keys-as-values"}
     assert unchanged == {"heads-summed", "segments-by-order"} | of_caches
 
