@@ -183,7 +183,7 @@ class RotaryPositions(Part):
         columns_first: Whether columns take the place of rows.
         prefix: The number of tokens before those of the image, which aren't rotated.
         is_centered: Whether coordinates are those of centers, −π to π, rather than numbers.
-        mistake: "transposed" (tokens are numbered as if columns came one after the other), "rows twice",
+        mistake: "transposed" (tokens are numbered column by column), "rows twice",
             "columns twice" or "prefix last"; "" is correct.
     """
 
@@ -303,7 +303,7 @@ class RotaryPositions(Part):
             "alternating": f"pairs turn alternately with {axes}",
         }
         centered = ", by centers from −π to π" * self.is_centered
-        prefix = f", except for the first {self.prefix} tokens" * bool(self.prefix)
+        prefix = f", except for the first {self.prefix} tokens" if self.prefix else ""
         return f", {shares[self.axes]}{centered}{prefix}"
 
 

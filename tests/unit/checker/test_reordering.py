@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.unit.checker.test_caches import Layer, extend, judge
+from tests.unit.checker.test_caches import InnerFlag, Layer, extend, judge
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,26 +66,12 @@ class OfOneLayerPart(Returned):
         return past[0], past[1][order]
 
 
-class Inner(Layer):
+class Inner(InnerFlag):
     parts: tuple[str, ...] = ("cache_k", "cache_v")
-
-    def __init__(self, d_model: int, num_heads: int) -> None:
-        super().__init__(d_model, num_heads)
-        self.reset_cache()
-
-    def reset_cache(self) -> None:
-        self.cache_k = self.cache_v = None
 
     def reorder(self, idx: Tensor) -> None:
         for name in self.parts:
             setattr(self, name, getattr(self, name)[idx])
-
-    def forward(self, x, use_cache=False):  # type: ignore[no-untyped-def]
-        q, k, v = self.heads(x)
-        if use_cache:
-            k, v = extend(None if self.cache_k is None else (self.cache_k, self.cache_v), k, v)
-            self.cache_k, self.cache_v = k, v
-        return self.attend(q, k, v)
 
 
 class InnerPart(Inner):

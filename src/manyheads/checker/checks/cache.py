@@ -53,9 +53,9 @@ def check_cache(adapter: AttentionAdapter) -> Check:
         argument = next((adapter.arguments[role] for role in CACHED if role in adapter.arguments), "")
         reason = f"as it was built, it refuses steps after the first: {refusal}. If another setting of its "
         reason += "constructor allows them, give it with --init."
-        return Check(
-            "", "not judged", reason + f" If none does, give --arg {argument}=ignore." * bool(argument)
-        )
+        if argument:
+            reason += f" If none does, give --arg {argument}=ignore."
+        return Check("", "not judged", reason)
     allowed, notes, worst = 4 * adapter.allowed_error(cache.draw(41, 2, 6)), [], 0.0
     steps: tuple[int, ...] = (4, 1)
     for trial, lengths in step_lengths(adapter).items():

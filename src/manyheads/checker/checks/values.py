@@ -178,7 +178,7 @@ def check_gradients(adapter: AttentionAdapter) -> Check:
     inputs = scenarios.get("causal", scenarios["plain"])
     call = adapter.call(inputs)
     paths = adapter.sequence_paths(call)
-    _, cotangent = oracle_gradients(adapter, inputs, torch.float64)
+    cotangent = draw_cotangent(adapter.exact(inputs).out)
     out = top_tensors(adapter.candidate.call(call).output)[0]
     if len(out) and out.numel() > cotangent.numel():  # tokens that don't attend are returned too
         cotangent = adapter.add_extra(cotangent, 0.0)
@@ -205,7 +205,7 @@ def check_gradients(adapter: AttentionAdapter) -> Check:
         for found, most, _ in [compare_gradients(adapter, inputs, paths, answer.grads, stopped)]
     )
     bug = BUGS["gradient-stopped"] if is_stopped else None
-    reason = ": none reaches the sum by which the softmax divides" * is_stopped
+    reason = ": none reaches the sum by which the softmax divides" if is_stopped else ""
     return judge(error, allowed, "", f"the gradient of {names} differs{reason}.", bug)
 
 
@@ -217,7 +217,7 @@ def compare_gradients(
     *bugs: type[Oracle],
 ) -> tuple[float, float, str]:
     """Return (error, allowed error, roles) of the gradient farthest from the oracle's with these bugs."""
-    (exact, _), (plain, _) = (
+    exact, plain = (
         oracle_gradients(adapter, inputs, dtype, *bugs) for dtype in (torch.float64, torch.float32)
     )
     worst = (0.0, 1.0, "")
@@ -249,8 +249,7 @@ def trained_parts(adapter: AttentionAdapter, inputs: Inputs) -> set[str]:
     out = oracle(inputs.to(torch.float64)).out
     if not out.requires_grad:
         return set()
-    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(8)).to(out)
-    grads = torch.autograd.grad(out, list(leaves.values()), cotangent, allow_unused=True)
+    grads = torch.autograd.grad(out, list(leaves.values()), draw_cotangent(out), allow_unused=True)
     return {path for path, grad in zip(leaves, grads, strict=True) if grad is not None and bool(grad.any())}
 
 
@@ -275,14 +274,18 @@ def check_shared_projections(adapter: AttentionAdapter) -> Iterator[Check]:
 
 def oracle_gradients(
     adapter: AttentionAdapter, inputs: Inputs, dtype: torch.dtype, *bugs: type[Oracle]
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the gradients by role of the oracle with these bugs in this dtype, and that of its output."""
+) -> dict[str, Tensor]:
+    """Return the gradients by role of the oracle with these bugs in this dtype."""
     weights = None if adapter.weights is None else adapter.weights.to(dtype)
     oracle = compose(adapter.right, *bugs)(weights, inputs.query.dtype)
     rounded = inputs.to(dtype)
     roles = ("query", "key", "value")
     leaves = {role: getattr(rounded, role).detach().clone().requires_grad_() for role in roles}
     out = oracle(rounded.but(**leaves)).out
-    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(8)).to(dtype)
-    grads = torch.autograd.grad(out, list(leaves.values()), cotangent)
-    return dict(zip(leaves, grads, strict=True)), cotangent
+    grads = torch.autograd.grad(out, list(leaves.values()), draw_cotangent(out))
+    return dict(zip(leaves, grads, strict=True))
+
+
+def draw_cotangent(out: Tensor) -> Tensor:
+    """Return the gradient of an output that all comparisons use, of its shape and dtype."""
+    return torch.randn(out.shape, generator=torch.Generator().manual_seed(8)).to(out)

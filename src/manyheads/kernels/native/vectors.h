@@ -238,8 +238,8 @@ INLINE Vector exp(Vector x) {
 }
 #endif
 
-// Returns 2^(x·by), exactly 0 for x·by = −∞ and 1 for 0, with an error of 2.3 u and u·|x·by|: for products of 16-bit numbers
-// with 24 digits, whose own errors are larger.
+// Returns 2^(x·by) for |x·by| <= 126, exactly 1 for 0, and exactly 0 for −∞. Its error is 2.3 u and u·|x·by|, less than that of
+// the scores for which it is used, products of bfloat16 numbers.
 INLINE Vector exp2_of_product(Vector x, Real by) {
     Vector y = x * by;
 #if defined(VECTORS_512)
